@@ -48,6 +48,7 @@ from tformer_export.analysis.step_checks import check_logits, check_output, chec
 from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
 from tformer_export.capture.by_example.trace import trace_by_example
+from tformer_export.capture.by_example.unify import LoopError
 from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_modules
 from tformer_export.capture.trace import (
     CapturedGraph,
@@ -56,7 +57,7 @@ from tformer_export.capture.trace import (
     merge_equal_nodes,
 )
 from tformer_export.common.example_sizes import size_groups
-from tformer_export.common.fx_nodes import meta, source_line
+from tformer_export.common.fx_nodes import line_of_trace, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.module_state import unchanged
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
@@ -257,7 +258,10 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
     try:
         return trace(module)
     except UnsupportedModelError as refusal:
-        rebuilt = _rebuild(module, source, longest) if rehearse(source).repeats else None
+        try:
+            rebuilt = _rebuild(module, source, longest) if rehearse(source).repeats else None
+        except LoopError as error:
+            raise UnsupportedModelError(explain_loop(error)) from error
         if rebuilt is None:
             raise
         try:
@@ -267,6 +271,16 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
         if rebuilt.max_length is not None and graph.time is not None:
             graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
         return graph
+
+
+def explain_loop(error: LoopError) -> str:
+    """Return two sentences about a loop over positions that cannot be written as one operation."""
+    line = line_of_trace(error.stack_trace)
+    return (
+        f"the loop over positions{line and f' at {line}'} cannot be exported: {error}. Each run has to do the same "
+        "operations on the rows of its position, on values that all positions share, and on values of the run before, "
+        "which keep their shape"
+    )
 
 
 def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> RebuiltModule | None:

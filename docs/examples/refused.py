@@ -52,27 +52,27 @@ class NoCausalMask(Attention):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class Recurrent(nn.Module):
+class BothDirections(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
 
     def forward(self, x):
         return self.gru(x)[0]
 
 
-class ConvolutionOverTime(nn.Module):
+class CentredConvolution(nn.Module):
     def __init__(self):
         super().__init__()
-        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=2)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
 
     def forward(self, x):
-        return self.convolution(x.transpose(1, 2))[:, :, :-2].transpose(1, 2)
+        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
-class LoopOverPositions(Attention):
+class GrowingLoop(Attention):
     def forward(self, x):
-        rows = [row * 2 for row in super().forward(x).unbind(1)]
+        rows = [x[:, : t + 1].amax(1) for t in range(x.shape[1])]
         return torch.stack(rows, 1)
 
 

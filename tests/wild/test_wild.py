@@ -11,6 +11,7 @@ import numbers_from_data
 import outputs_and_buffers
 import own_caches
 import pytest
+import recurrent_state
 from support.handwritten_case import Case
 from support.handwritten_checks import check_exported_file
 
@@ -19,7 +20,7 @@ from tformer_runtime import UnsupportedModelError
 
 STYLES = (
     masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back,
-    merged_heads,
+    merged_heads, recurrent_state,
 )  # fmt: skip
 CASES = [case for style in STYLES for case in style.CASES]
 

@@ -211,7 +211,7 @@ class _Recogniser:
             return BatchAxis(0)
         if self._runs is None:
             self._runs = _runs_with_other_row(self.captured)
-        rows = find_rows(self.captured, query, *(values[query] for values in self._runs))
+        rows = find_rows(self.captured, meta(query).shape, *(values[query] for values in self._runs))
         if rows is None or rows.axis != 0:
             raise UnknownFormError("the order of heads and rows on its first axis is not known")
         return rows

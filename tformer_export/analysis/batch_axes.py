@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import Node
 
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import expression, meta
+from tformer_export.common.fx_nodes import expression
 from tformer_export.common.onnx_operators import merge_axes, split_axis
 
 T = TypeVar("T")  # a tensor, or the node that stands for one
@@ -62,12 +61,15 @@ def times_batch(captured: CapturedGraph, size: Any) -> int | None:
     return next((int(ratio) for ratio in ratios if ratio.is_Integer), None)
 
 
-def find_rows(captured: CapturedGraph, node: Node, value: torch.Tensor, other: torch.Tensor) -> BatchAxis | None:
-    """Return the axis of the rows; None if it is ambiguous.
+def find_rows(
+    captured: CapturedGraph, shape: Sequence[Any], value: torch.Tensor, other: torch.Tensor
+) -> BatchAxis | None:
+    """Return the axis of the rows of a value; None if it is ambiguous.
 
-    value, other: the node's value for two rows of inputs, and for the same first row with another second row.
+    shape: its traced sizes.
+    value, other: the value for two rows of inputs, and for the same first row with another second row.
     """
-    sizes = {axis: k for axis, size in enumerate(meta(node).shape) if (k := times_batch(captured, size)) is not None}
+    sizes = {axis: k for axis, size in enumerate(shape) if (k := times_batch(captured, size)) is not None}
     if len(sizes) != 1:
         unmerged = [axis for axis, k in sizes.items() if k == 1]
         return BatchAxis(unmerged[0]) if len(unmerged) == 1 else None

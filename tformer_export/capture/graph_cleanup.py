@@ -1,6 +1,7 @@
 """Removal of nodes that compute nothing from a traced graph: assertions, clones, whole slices, casts to the same dtype.
 
-Operations that read only the size or the dtype of a tensor, such as `zeros_like`, no longer have it as an operand.
+Operations that read only the size or the dtype of a tensor, such as `zeros_like`, no longer have it as an operand. A
+scan of torch becomes an operation that holds its body (`capture/scan.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from tformer_export.capture.scan import Scan
 from tformer_export.common.fx_nodes import arguments, aten, meta
 
 _ASSERTIONS = {
@@ -66,6 +68,8 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
         elif node.target in _LIKE:
             node.args = (node.args[0], _sizes(graph, node, node.args[1]))
             node.target = _LIKE[node.target]
+        elif node.target is torch.ops.higher_order.scan:
+            _scan_with_its_body(program, node)
         elif node.target is _SDPA and meta(node).dim() == 3:
             _add_head_axis(graph, node)
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
@@ -134,6 +138,19 @@ def _add_head_axis(graph: Graph, node: Node) -> None:
         result = graph.call_function(aten.squeeze.dim, (node, 1))
     result.meta = {**node.meta, "val": attended}
     node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
+
+
+def _scan_with_its_body(program: torch.export.ExportedProgram, node: Node) -> None:
+    """Make a scan of torch, whose body is a module of the program, an operation that holds its body.
+
+    It returns its results before its last states.
+    """
+    body, states, sequences, others = arguments(node)
+    target = Scan(getattr(program.graph_module, body.target), len(states), len(sequences))
+    node.target, node.args = target, (*states, *sequences, *others)
+    node.meta["val"] = [*meta(node)[len(states) :], *meta(node)[: len(states)]]
+    for user in list(node.users):
+        user.args = (node, (arguments(user)[1] - len(states)) % len(meta(node)))
 
 
 def _product_alone(graph: Graph, node: Node) -> None:

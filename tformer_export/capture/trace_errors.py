@@ -163,9 +163,9 @@ def _explain_fixed(
             short, long = growth
             if long[1] > short[1]:
                 return (
-                    f"the model carries state from position to position outside attention, at {where}. Each position "
-                    "is computed from the one before it, by a recurrent layer or a loop; only what attention reads of "
-                    "earlier positions can be cached: put attention in its place"
+                    f"forward computes each position from the one before it, at {where}, by other operations at other "
+                    "positions. Let each run of the loop do the same operations on the rows of its position and on "
+                    "values of the run before, which keep their shape"
                 )
             if long[2] > short[2]:
                 return f"forward reads its data into Python, at {where}. A file has no Python: keep it in tensors"

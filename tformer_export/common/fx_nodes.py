@@ -41,13 +41,7 @@ def source_line(node: Node) -> str:
     It names the module of torch.nn as well if the line calls one that consists of others. Without a frame of the
     user's code, it is the module alone.
     """
-    lines = (node.meta.get("stack_trace") or "").splitlines()
-    frames = []
-    for at, line in enumerate(lines):
-        if line.strip().startswith("File "):
-            code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-            number = int(line.split("line ")[-1].split(",")[0])
-            frames.append(traceback.FrameSummary(line.split('"')[1], number, "", line=code))
+    frames = _frames(node.meta.get("stack_trace"))
     inner = list(itertools.takewhile(lambda f: not is_users_file(f.filename), reversed(frames)))
     layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
     path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
@@ -55,6 +49,23 @@ def source_line(node: Node) -> str:
     if len(inner) == len(frames):
         return f"`{path}`" if path else users_line(frames)
     return users_line(frames) + (f" (in its `{path}`)" if len(layers) > 1 and path else "")
+
+
+def line_of_trace(stack_trace: str | None) -> str:
+    """Return the line of the user's code in a stack as torch.fx stores it; an empty string if there is none."""
+    frames = _frames(stack_trace)
+    return users_line(frames) if any(is_users_file(frame.filename) for frame in frames) else ""
+
+
+def _frames(stack_trace: str | None) -> list[traceback.FrameSummary]:
+    lines = (stack_trace or "").splitlines()
+    frames = []
+    for at, line in enumerate(lines):
+        if line.strip().startswith("File "):
+            code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+            number = int(line.split("line ")[-1].split(",")[0])
+            frames.append(traceback.FrameSummary(line.split('"')[1], number, "", line=code))
+    return frames
 
 
 def arguments(node: Node) -> list[Any]:

@@ -114,7 +114,7 @@ def _decode(program: Program, inputs: Mapping[str, InputFacts], shares_context: 
     pasts = {cache.past for cache in program.caches}
     controls = tuple(p.name for p in others if p.name in CONTROLS)
     caches = tuple(
-        CacheSpec(c.past, c.present, _spec(ports[c.past])["dtype"], ports[c.past].shape, c.num_carried is None)
+        CacheSpec(c.past, c.present, _spec(ports[c.past])["dtype"], ports[c.past].shape, not c.is_carry)
         for c in program.caches
     )
     context = tuple(p.name for p in others if p.name not in pasts and p.name not in controls)

@@ -5,6 +5,7 @@ restriction         the positions that an operation needs of its operands
 layouts             positions on axes that have other rows too, or are merged with other axes
 regions             operations that mix positions, and keep them apart as a whole
 lookback            operations that read earlier positions outside attention
+recurrence          loops over positions, decoded from the states that they carry
 probe               random inputs on which operations are tested
 row_by_row          operations over tables that run for each row of a batch alone
 tables, rotary      values that depend on the position alone, gathered by position

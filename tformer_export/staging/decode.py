@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level
+from tformer_export.capture.scan import Scan
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import arguments, aten, meta, source_line
@@ -21,6 +22,7 @@ from tformer_export.staging.emitter import CachedValue, ContextTensor, Emitter, 
 from tformer_export.staging.layouts import Layout
 from tformer_export.staging.lookback import Lookback
 from tformer_export.staging.plan import CachedAttention, StagingPlan
+from tformer_export.staging.recurrence import CarriedState, Recurrence
 from tformer_export.staging.restriction import ALL, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles, Solution
 from tformer_export.staging.rotary import Rotation
 from tformer_export.staging.row_by_row import RowByRow, computes_rows, find_row_by_row
@@ -135,6 +137,9 @@ class DecodeEmitter(Emitter):
             self.emitted[node, roles] = self._emit_fused(self.plan.fused[node])
         else:
             solution = solver.solve(node, roles)
+            if solution.recurrence is not None:
+                self.emitted[node, roles] = self._emit_loop(node, solution, solution.recurrence)
+                return
             inside: dict[Any, Node] = {}  # values of the region
             row_by_row = self._row_by_row(solution, roles)
             if row_by_row is not None:
@@ -366,6 +371,61 @@ class DecodeEmitter(Emitter):
         assert batch is not None
         positions = self._control(manifest.POSITIONS)
         return self.call(onnx_operators.take_positions, result, positions, batch, lookback.axis)
+
+    # -- loops over positions -------------------------------------------------------------------------------------
+
+    def _emit_loop(self, node: Node, solution: Solution, recurrence: Recurrence) -> Node:
+        """Compute a loop for the new positions from the states that it carries.
+
+        Positions after a row's last token do not change its states.
+        """
+        scan = node.target
+        assert isinstance(scan, Scan)
+        operands = [
+            self._operand(node, leaf, choice) if isinstance(leaf, Node) else leaf
+            for leaf, choice in zip(node.args, solution.choices[0], strict=True)
+        ]
+        carries = [self._state_carry(node, state) for state in recurrence.states]
+        for i, (state, carry) in enumerate(zip(recurrence.states, carries, strict=True)):
+            operands[i] = self._state_before(state, carry, operands[i])
+        counts = self.call(torch.unsqueeze, self._control(manifest.NEW_COUNTS), 0)
+        offsets = self.call(torch.unsqueeze, self.call(torch.arange, self._time(NEW)), 1)
+        end = scan.num_states + scan.num_sequences
+        operands.insert(end, self.call(operator.lt, offsets, counts))  # (new, batch)
+        guarded = scan.guarded([(s.rows.axis, s.rows.times, s.rows.outer) for s in recurrence.states])
+        result = self.graph.call_function(guarded, tuple(operands))
+        result.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        for state, carry in zip(recurrence.states, carries, strict=True):
+            last = state.rows.split(self.call, self.call(operator.getitem, result, state.result))
+            if state.rows.batch_axis != 0:
+                last = self.call(onnx_operators.move_axes, last, state.rows.batch_axis, 0)
+            self.outputs.append((Port(self.cached[carry.index].present, state.dtype, carry.shape), last))
+        return result
+
+    def _state_carry(self, node: Node, state: CarriedState) -> _CacheTensors:
+        sizes = list(state.rows.shape(state.shape, manifest.BATCH_AXIS))
+        sizes.insert(0, sizes.pop(state.rows.batch_axis))
+        shape = tuple(size if isinstance(size, str) else int(size) for size in sizes)
+        index = len(self.cached)
+        names = f"past.{index}", f"present.{index}"
+        self.cached.append(CachedValue(*names, node, state.rows, 0, state=state.result))
+        return _CacheTensors(index, shape, self.input(names[0], state.dtype, shape))
+
+    def _state_before(self, state: CarriedState, carry: _CacheTensors, initial: Any) -> Node:
+        """Return a state before the new positions: the carry, or the model's initial state of rows without tokens."""
+        value = carry.input
+        if state.rows.batch_axis != 0:
+            value = self.call(onnx_operators.move_axes, value, 0, state.rows.batch_axis)
+        value = state.rows.merge(self.call, value)
+        if state.initial is None:
+            return value
+        is_first = self.call(operator.eq, self._control(manifest.START_SLOT), 0)
+        if state.rows.times > 1:
+            is_first = self.call(torch.unsqueeze, is_first, 1 if state.rows.outer else 0)
+            repeats = (-1, state.rows.times) if state.rows.outer else (state.rows.times, -1)
+            is_first = self.call(torch.flatten, self.call(aten.expand.default, is_first, list(repeats)))
+        shape = [-1 if axis == state.rows.axis else 1 for axis in range(len(state.shape))]
+        return self.call(torch.where, self.call(torch.reshape, is_first, shape), initial, value)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 

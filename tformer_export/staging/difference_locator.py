@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,10 @@ class DifferenceLocator:
         return "no context and no cached value differs, so it is in the last attention or after it"
 
 
-def _cached_row(value: torch.Tensor, cache: CachedValue) -> np.ndarray:
+def _cached_row(value: Any, cache: CachedValue) -> np.ndarray:
     """Return the first row of a cache after all positions of a value."""
+    if cache.state is not None:
+        return _first_row(value[cache.state], cache.rows)
     layout = cache.layout
     count = value.shape[cache.time] - layout.rows(0) if layout.is_padded else value.shape[cache.time]
     if layout.is_padded:

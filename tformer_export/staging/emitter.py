@@ -61,6 +61,7 @@ class CachedValue:
     rows: the axis of the batch, which is the first axis of the cache.
     time: the time axis of the value, and `layout`, its layout.
     num_carried: the number of rows of a carry, the last ones so far; None for a cache of all positions.
+    state: the number of the result that a carry holds, for a loop over positions that returns its last states.
     """
 
     past: str
@@ -70,6 +71,11 @@ class CachedValue:
     time: int
     layout: Layout = PLAIN
     num_carried: int | None = None
+    state: int | None = None
+
+    @property
+    def is_carry(self) -> bool:
+        return self.num_carried is not None or self.state is not None
 
 
 @dataclass

@@ -114,7 +114,7 @@ def make_plan(
                 if cached.bias is not None:
                     demand(cached.bias, solution.choices[0][3], node)
                 continue
-            if solution.lookback is not None:
+            if solution.lookback is not None or solution.recurrence is not None:
                 plan.looking_back.add(node)
             for operand, choice in solution.operands():
                 if choice == SPAN and level[operand] == Level.STEP:

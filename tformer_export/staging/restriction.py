@@ -38,6 +38,7 @@ from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, is_read_from_data, meta, source_line, symbols
 from tformer_export.staging.layouts import PLAIN, Layout, possible_layouts
 from tformer_export.staging.lookback import Lookback, find_lookback
+from tformer_export.staging.recurrence import Recurrence, find_recurrence
 from tformer_export.staging.regions import find_regions
 from tformer_export.staging.restriction_errors import explain_refusal
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -65,11 +66,13 @@ class Solution:
     choices: for each operation one choice for each leaf of (args, kwargs), in pytree order; None for a leaf that is
         computed in the region.
     lookback: how the region looks back, if it does.
+    recurrence: how the operation carries states from position to position, if it does.
     """
 
     nodes: tuple[Node, ...]
     choices: tuple[tuple[AxisChoice, ...], ...]
     lookback: Lookback | None = None
+    recurrence: Recurrence | None = None
 
     @property
     def parts(self) -> Iterator[tuple[Node, tuple[AxisChoice, ...]]]:
@@ -209,11 +212,12 @@ class RestrictionSolver:
         first, count = window
         value = self.values[node]
         tensors = value if isinstance(value, (list, tuple)) else [value]
+        traced = meta(node) if isinstance(value, (list, tuple)) else [meta(node)]
         restricted = []
-        for tensor in tensors:
+        for tensor, traced_value in zip(tensors, traced, strict=True):
             for axis, role in roles:
-                if axis >= tensor.dim():  # an additional result, such as statistics
-                    continue
+                if axis >= tensor.dim() or self.time not in symbols(traced_value.shape[axis]):
+                    continue  # an additional result, such as statistics, or a state after all positions
                 start, size = (first, count) if role == NEW else (0, first + count)
                 tensor = self.layout(node, axis).restrict(tensor, axis, PROBE_LENGTH, start, size)
             restricted.append(tensor.contiguous())
@@ -231,6 +235,8 @@ class RestrictionSolver:
         key = node, roles
         if key not in self.solutions:
             solution = None if self._needs_whole_result(node, roles) else self._search((node,), roles, (NEW, ALL))
+            if solution is None and all(role == NEW for _, role in roles):
+                solution = self._carry_states(node)
             for region in (
                 find_regions(node, self.level, self.order, self._has_known_layout) if solution is None else ()
             ):
@@ -244,6 +250,14 @@ class RestrictionSolver:
                 raise UnsupportedModelError(explain_refusal(self, node, looks_ahead))
             self.solutions[key] = solution
         return self.solutions[key]
+
+    def _carry_states(self, node: Node) -> Solution | None:
+        """Return the solution of a loop over positions by the states that it carries."""
+        recurrence = find_recurrence(self, node)
+        if recurrence is None:
+            return None
+        choices = tuple(self.roles(leaf) or None if isinstance(leaf, Node) else None for leaf in node.args)
+        return Solution((node,), (choices,), recurrence=recurrence)
 
     def _look_back(self, node: Node) -> Solution | None:
         """Return the solution by a region that looks back."""
@@ -495,7 +509,9 @@ class RestrictionSolver:
         """Return the axis of a value that holds the rows of the batch, if it is unambiguous."""
         if node not in self._rows:
             value = self.values[node]
-            axis = isinstance(value, torch.Tensor) and find_rows(self.captured, node, value, self.others[node])
+            axis = None
+            if isinstance(value, torch.Tensor):
+                axis = find_rows(self.captured, meta(node).shape, value, self.others[node])
             self._rows[node] = axis or self._rows_of_drawn_operands(node)
         return self._rows[node]
 
@@ -526,7 +542,7 @@ class RestrictionSolver:
             results = call(node, drawn.__getitem__), call(node, changed.__getitem__)
         except (RuntimeError, IndexError):
             return None
-        return find_rows(self.captured, node, *results)
+        return find_rows(self.captured, meta(node).shape, *results)
 
     def batch_axis(self, node: Node) -> int | None:
         """Return the axis whose size is the batch size, if there is exactly one."""

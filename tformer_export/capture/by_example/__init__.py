@@ -3,6 +3,8 @@
 recording  one run of forward as a list of operations on data
 size_fit   whole numbers as expressions of the sizes
 simplify   forward writes to their readers, drop dead operations
+find_loops, rows_of_loops, roll  loops over positions as one operation
+recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
 reads      numbers that Python reads out of tensors

@@ -11,9 +11,17 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
-from tformer_export.capture.by_example.recording import InputRef, StepResult
+from tformer_export.capture.by_example.recording import InputRef, Slot, StepResult
 from tformer_export.capture.by_example.size_fit import SizeExpression
-from tformer_export.capture.by_example.unify import Call, GeneralProgram, Slice
+from tformer_export.capture.by_example.unify import (
+    Call,
+    DisagreementError,
+    GeneralBody,
+    GeneralProgram,
+    GeneralStep,
+    Slice,
+)
+from tformer_export.capture.scan import Scan
 from tformer_export.common.fx_nodes import aten
 
 
@@ -52,12 +60,16 @@ class _Builder:
         self.made: dict[int, tuple[Any, Node]] = {}
 
     def build(self, program: GeneralProgram) -> GraphModule:
-        for step in program.steps:
+        return self._finish(program.steps, program.outputs)
+
+    def _finish(self, steps: Sequence[GeneralStep], outputs: Sequence[Any]) -> GraphModule:
+        for step in steps:
             args, kwargs = self._operand(step.args), self._operand(dict(step.kwargs))
-            node = self.graph.call_function(step.target, args, kwargs)
+            target = step.target if step.body is None else build_loop(step.body)
+            node = self.graph.call_function(target, args, kwargs)
             node.stack_trace = step.stack_trace
             self.results.append(node)
-        self.graph.output(tuple(self._operand(list(program.outputs))))
+        self.graph.output(tuple(self._operand(list(outputs))))
         return GraphModule(self.root, self.graph)
 
     def _operand(self, value: Any) -> Any:
@@ -67,7 +79,7 @@ class _Builder:
             return {key: self._operand(entry) for key, entry in value.items()}
         if isinstance(value, StepResult):
             return self.results[value.number]
-        if isinstance(value, InputRef):
+        if isinstance(value, (InputRef, Slot)):
             return self.inputs[value.number]
         if isinstance(value, (SizeExpression, torch.Tensor, Call, Slice)):
             if id(value) not in self.made:
@@ -102,9 +114,41 @@ class _Builder:
     def _size(self, value: SizeExpression) -> Any:
         total: Any = value.offset
         for factor, monomial in value.terms:
-            term: Any = self.sizes[monomial[0]]
+            term: Any = self._free_size(monomial[0])
             for number in monomial[1:]:
-                term = self.graph.call_function(operator.mul, (term, self.sizes[number]))
+                term = self.graph.call_function(operator.mul, (term, self._free_size(number)))
             term = term if factor == 1 else self.graph.call_function(operator.mul, (term, factor))
             total = term if total == 0 else self.graph.call_function(operator.add, (term, total))
         return total if value.divisor == 1 else self.graph.call_function(operator.floordiv, (total, value.divisor))
+
+    def _free_size(self, number: int) -> Any:
+        return self.sizes[number]
+
+
+class _BodyBuilder(_Builder):
+    """Builds the body of a loop. The free sizes are read from the shapes of its operands."""
+
+    def __init__(self, body: GeneralBody) -> None:
+        super().__init__([], len(body.shapes))
+        self.body = body
+        self.free: dict[int, Any] = {}
+
+    def _free_size(self, number: int) -> Any:
+        if number not in self.free:
+            self.free[number] = self._read_size(number)
+        return self.free[number]
+
+    def _read_size(self, number: int) -> Any:
+        for i, shape in enumerate(self.body.shapes):
+            for axis, size in enumerate(shape):
+                if len(size.terms) == 1 and size.terms[0][1] == (number,) and not size.offset and size.divisor == 1:
+                    read = self.graph.call_function(aten.sym_size.int, (self.inputs[i], axis))
+                    factor = size.terms[0][0]
+                    return read if factor == 1 else self.graph.call_function(operator.floordiv, (read, factor))
+        raise DisagreementError("a loop needs a size that none of its values has", None)
+
+
+def build_loop(body: GeneralBody) -> Scan:
+    """Return the operation of a loop over positions."""
+    module = _BodyBuilder(body)._finish(body.steps, body.outputs)
+    return Scan(module, body.num_states, body.num_sequences)

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from tformer_export.capture.by_example.reads import ReadMode
+from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.call.one_row import OverRows
@@ -95,6 +96,7 @@ class Step:
     args, kwargs: with StepResult, InputRef and Constant in the place of tensors.
     place: the place of its result, if that is one tensor.
     is_view: whether its results show elements of its operands.
+    body: the operations of a loop over positions, whose results are those of `capture/scan.py`.
     """
 
     target: Callable[..., Any]
@@ -103,11 +105,36 @@ class Step:
     stack_trace: str | None
     place: Place | None = None
     is_view: bool = False
+    body: LoopBody | None = None
 
     @property
     def operands(self) -> list[Any]:
         """The operands, with the entries of lists one by one."""
         return pytree.tree_leaves((self.args, dict(self.kwargs)))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An operand of the body of a loop that comes from outside, by its number: states, rows of sequences, others."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class LoopBody:
+    """The operations of a loop over positions, with Slot and StepResult in the place of tensors.
+
+    outputs: the new states, then the results.
+    shapes: the shape of each slot.
+    count: the number of runs.
+    """
+
+    steps: Sequence[Step]
+    outputs: Sequence[Any]
+    shapes: Sequence[tuple[int, ...]]
+    num_states: int
+    num_sequences: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -131,6 +158,7 @@ class Recording:
     outputs: the tensors of the result of forward, as references and constants.
     reads_arrays: whether Python got data as an array.
     pure: the nodes of constants that a recording can compute again, because nothing was written into them.
+    input_forms: the shapes and dtypes of the inputs.
     """
 
     steps: Sequence[Step]
@@ -139,6 +167,7 @@ class Recording:
     reads_arrays: bool
     pure: frozenset[Node]
     module: GraphModule
+    input_forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
 
     def descriptions(self) -> set[tuple[Any, ...]]:
         """Return the operations on data, with their numbers, weights and constants, in no order."""
@@ -146,11 +175,16 @@ class Recording:
 
 
 def record(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor], forced: Mapping[int, Any] | None = None
+    module: torch.nn.Module,
+    inputs: Sequence[torch.Tensor],
+    forced: Mapping[int, Any] | None = None,
+    with_first_runs: bool = False,
 ) -> Recording:
     """Run `module(*inputs)` once and return its recording. The state of the module is restored.
 
     forced: number of a read → the value that Python gets in the place of the one that it reads.
+    with_first_runs: whether an operation on constants is recorded too if the same line runs it on data. So the first
+        run of a loop, whose state is a constant, has the operations of the others.
 
     Cost: three runs. Memory: all activations of a run, twice.
     """
@@ -168,17 +202,23 @@ def record(
     with torch.no_grad():
         with unchanged(module), WriteUndo(module, []):
             tracer = make_fx(
-                call_watched, pre_dispatch=not maps_rows, record_stack_traces=True, _error_on_data_dependent_ops=False
+                call_watched,
+                RECURRENT_LAYERS,
+                pre_dispatch=not maps_rows,
+                record_stack_traces=True,
+                _error_on_data_dependent_ops=False,
             )
             traced = tracer(*inputs)
-        return _Reader(traced, inputs, mode).read()
+        return _Reader(traced, inputs, mode, with_first_runs).read()
 
 
 class _Reader:
     """Runs a recorded graph twice, and separates operations on data from constants."""
 
-    def __init__(self, traced: GraphModule, inputs: Sequence[torch.Tensor], reads: ReadMode) -> None:
-        self.traced, self.inputs = traced, inputs
+    def __init__(
+        self, traced: GraphModule, inputs: Sequence[torch.Tensor], reads: ReadMode, with_first_runs: bool
+    ) -> None:
+        self.traced, self.inputs, self.with_first_runs = traced, inputs, with_first_runs
         self.reads = {name: number for number, name in enumerate(reads.reads)}
         self.arrays = set(reads.arrays)
         self.data: set[int] = set()  # storages into which data are written at some time
@@ -218,7 +258,8 @@ class _Reader:
             if node.op == "output":
                 outputs: Any = map_arg(node.args[0], operand)
                 reads_arrays = any(n.name in self.arrays for n in operations)
-                return Recording(steps, outputs, numbers, reads_arrays, pure, self.traced)
+                forms = [(tuple(value.shape), value.dtype) for value in self.inputs]
+                return Recording(steps, outputs, numbers, reads_arrays, pure, self.traced, forms)
             is_step = node in operations and node.target not in NUMBER_READS
             target, args, kwargs = node.target, node.args, node.kwargs
             if is_step:
@@ -264,11 +305,17 @@ class _Reader:
 
     def _find_operations(self, values: Mapping[Node, Any]) -> set[Node]:
         operations: set[Node] = set()
-        for node, value in values.items():
-            depends = node.target not in READS_SHAPE_ALONE and any(n in operations for n in node.all_input_nodes)
-            if depends or any(_storage(t) in self.data for t in _tensors(value)):
-                operations.add(node)
-        return operations
+        lines: set[Any] = set()
+        while True:
+            for node, value in values.items():
+                depends = node.target not in READS_SHAPE_ALONE and any(n in operations for n in node.all_input_nodes)
+                is_alike = node.op == "call_function" and (node.target, node.stack_trace) in lines
+                if depends or is_alike or any(_storage(t) in self.data for t in _tensors(value)):
+                    operations.add(node)
+            found = {(n.target, n.stack_trace) for n in operations if n.op == "call_function"}
+            if not self.with_first_runs or found == lines:
+                return operations
+            lines = found
 
     def _value(self, node: Node, known: Mapping[Node, Any]) -> Any:
         if node.op == "call_function":

@@ -15,8 +15,13 @@ from tformer_export.common.fx_nodes import aten
 
 def simplify(recordings: Sequence[Recording]) -> list[Recording]:
     """Simplify the recordings of one course of forward. Cost: grows with the number of operations."""
+    return [remove_dead_steps(recording) for recording in forward_values(recordings)]
+
+
+def forward_values(recordings: Sequence[Recording]) -> list[Recording]:
+    """Let operations read written values and numbers of the course directly."""
     known = numbers_of_the_course(recordings)
-    return [remove_dead_steps(_replace_operands(forward_writes(r), known)) for r in recordings]
+    return [_replace_operands(forward_writes(recording), known) for recording in recordings]
 
 
 def forward_writes(recording: Recording) -> Recording:
@@ -82,8 +87,12 @@ def _replace_operands(recording: Recording, values: Mapping[StepResult, Any]) ->
     return replace(recording, steps=steps, outputs=[new(output) for output in recording.outputs])
 
 
-def remove_dead_steps(recording: Recording) -> Recording:
-    """Remove the operations on which no output depends, and number the others anew."""
+def remove_dead_steps(recording: Recording, keep_alike: bool = False) -> Recording:
+    """Remove the operations on which no output depends, and number the others anew.
+
+    keep_alike: whether an operation stays if the same line runs it for an output too. So the last run of a loop, whose
+        state nothing reads, has the operations of the others.
+    """
     steps = recording.steps
     live = {o.number for o in recording.outputs if isinstance(o, StepResult)}
     bases: list[set[int]] = []  # of each operation, those that made the tensors whose elements it shows
@@ -92,11 +101,18 @@ def remove_dead_steps(recording: Recording) -> Recording:
         viewed = [operand.number for operand in shown if isinstance(operand, StepResult)]
         bases.append(set().union(*(bases[j] for j in viewed)) or {i})
     read: set[int] = set().union(*(bases[i] for i in live))
-    for i in reversed(range(len(steps))):
-        if i in live or (writes(steps[i].target) and bases[i] & read):
-            operands = {o.number for o in steps[i].operands if isinstance(o, StepResult)}
-            live |= {i, *operands}
-            read = read.union(*(bases[j] for j in operands))
+    alike: set[Any] = set()
+    while True:
+        for i in reversed(range(len(steps))):
+            is_alike = (steps[i].target, steps[i].stack_trace) in alike
+            if i in live or is_alike or (writes(steps[i].target) and bases[i] & read):
+                operands = {o.number for o in steps[i].operands if isinstance(o, StepResult)}
+                live |= {i, *operands}
+                read = read.union(*(bases[j] for j in operands))
+        found = {(steps[i].target, steps[i].stack_trace) for i in live}
+        if not keep_alike or found == alike:
+            break
+        alike = found
     numbers = {old: StepResult(new) for new, old in enumerate(sorted(live))}
 
     def renumbered(operand: Any) -> Any:

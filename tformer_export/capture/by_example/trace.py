@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -21,9 +21,10 @@ from tformer_export.capture.by_example.proof import (
 )
 from tformer_export.capture.by_example.rebuild import RebuiltModule, rebuild
 from tformer_export.capture.by_example.recording import Recording, record
-from tformer_export.capture.by_example.simplify import simplify
+from tformer_export.capture.by_example.roll import roll_loops
+from tformer_export.capture.by_example.simplify import forward_values, simplify
 from tformer_export.capture.by_example.size_fit import Sizes
-from tformer_export.capture.by_example.unify import DisagreementError, check_lengths, unify
+from tformer_export.capture.by_example.unify import DisagreementError, GeneralProgram, LoopError, unify
 from tformer_export.common.fx_nodes import DENSE_SIZES
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_
 
     min_length: the positions that an input needs.
     max_length: the greatest length at which the two are compared, and to which tables are made that Python makes.
+
+    Raises LoopError if the cause is a loop over positions that cannot be written as one operation.
 
     Cost: some forty runs of forward at small sizes, a few at `max_length`, and a hundred more at small sizes if forward
     reads numbers out of its data.
@@ -60,26 +63,27 @@ class _Tracer:
         full = self.draws.kinds[-1]
         # Other data change the course of a module that reads them, and of no other.
         kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
+        reason: LoopError | None = None
         for kind, rows in kinds or [(full, FEW_ROWS)]:
             try:
                 return self._course(kind, rows)
             except (DisagreementError, *FORWARD_FAILURES) as error:
                 logger.debug("no course of %s with %d rows: %s", kind, rows, error)
+                reason = error if isinstance(error, LoopError) else reason
+        if reason is not None:
+            raise reason
         return None
 
     def _course(self, kind: DataKind, rows: int) -> RebuiltModule:
         """Return the module of the course that data of one kind take, if it is right for all kinds of data."""
         samples = self._samples(rows)
-        recordings: list[Recording] = []
-        for seed, sizes in enumerate(samples):
-            recordings.append(self._record(sizes, kind, seed))
-            check_lengths(simplify(recordings))
-        program = unify(simplify(recordings), samples)
+        recordings, has_loops = self._recordings(samples, kind)
+        program = self._program(recordings, samples, has_loops)
         longest = self._longest(self.max_length, lambda sizes: self._run(sizes, kind))
         if program.has_tables:
-            recordings.append(self._record(longest, kind, 0))
+            recordings.append(self._record(longest, kind, 0, has_loops))
             samples.append(longest)
-            program = unify(simplify(recordings), samples)
+            program = self._program(recordings, samples, has_loops)
         names = list(self.draws.example)
         places = [(names.index(name), axis) for (name, axis), *_ in self.draws.groups]
         rebuilt = rebuild(program, places, len(names))
@@ -96,11 +100,37 @@ class _Tracer:
         rebuilt.max_length = proven[-1] if proven != longest else None
         return rebuilt
 
+    def _recordings(self, samples: Sequence[Sizes], kind: DataKind) -> tuple[list[Recording], bool]:
+        """Return a recording for each sample, and whether longer ones repeat the operations of loops over positions.
+
+        Raises DisagreementError at the first recording that has other operations.
+        """
+        recordings: list[Recording] = []
+        has_loops = False
+        for seed, sizes in enumerate(samples):
+            recordings.append(self._record(sizes, kind, seed, has_loops))
+            if not has_loops and len({len(recording.steps) for recording in simplify(recordings)}) > 1:
+                has_loops = True
+                recordings = [self._record(s, kind, i, has_loops) for i, s in enumerate(samples[: seed + 1])]
+            if has_loops:
+                roll_loops(forward_values(recordings), samples[: seed + 1])
+        return recordings, has_loops
+
+    def _program(self, recordings: Sequence[Recording], samples: Sequence[Sizes], has_loops: bool) -> GeneralProgram:
+        if not has_loops:
+            return unify(simplify(recordings), samples)
+        program = unify(roll_loops(forward_values(recordings), samples), samples)
+        shortest = 1, *[self.unit] * (len(self.draws.groups) - 1)
+        for step in program.steps:
+            if step.body is not None and step.body.count.at(shortest) < 1:
+                raise LoopError("it has no run at the shortest length", step.stack_trace)
+        return program
+
     def _draw(self, sizes: Sizes, kind: DataKind, seed: int = 0) -> list[torch.Tensor]:
         return [*self.draws.draw(sizes, kind, seed).values()]
 
-    def _record(self, sizes: Sizes, kind: DataKind, seed: int) -> Recording:
-        return record(self.module, self._draw(sizes, kind, seed))
+    def _record(self, sizes: Sizes, kind: DataKind, seed: int, has_loops: bool = False) -> Recording:
+        return record(self.module, self._draw(sizes, kind, seed), with_first_runs=has_loops)
 
     def _run(self, sizes: Sizes, kind: DataKind) -> bool:
         return run(self.module, self._draw(sizes, kind)) is not None

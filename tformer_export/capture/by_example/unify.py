@@ -19,6 +19,7 @@ from torch.fx import Node
 from tformer_export.capture.by_example.recording import (
     READS_SHAPE_ALONE,
     Constant,
+    LoopBody,
     Recording,
     Step,
     writes,
@@ -36,6 +37,10 @@ class DisagreementError(Exception):
     def __init__(self, reason: str, stack_trace: str | None) -> None:
         super().__init__(reason)
         self.stack_trace = stack_trace
+
+
+class LoopError(DisagreementError):
+    """A loop over positions cannot be written as one operation. The reason is a sentence about the loop."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,19 @@ class GeneralStep:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     stack_trace: str | None
+    body: GeneralBody | None = None
+
+
+@dataclass(frozen=True)
+class GeneralBody:
+    """The body of a loop over positions at any size. For its fields see `LoopBody`."""
+
+    steps: Sequence[GeneralStep]
+    outputs: Sequence[Any]
+    shapes: Sequence[tuple[SizeExpression, ...]]
+    num_states: int
+    num_sequences: int
+    count: SizeExpression
 
 
 @dataclass(frozen=True)
@@ -82,12 +100,6 @@ def unify(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> GeneralPro
     Raises DisagreementError. Cost: grows with the operations and the constants.
     """
     return _Unifier(recordings, sizes).run()
-
-
-def check_lengths(recordings: Sequence[Recording]) -> None:
-    """Raise DisagreementError if recordings have different numbers of operations."""
-    if len({len(recording.steps) for recording in recordings}) > 1:
-        raise DisagreementError("other operations run at other sizes", None)
 
 
 class _Unifier:
@@ -118,7 +130,28 @@ class _Unifier:
             tuple(self._general([list(case.args) for case in cases])),
             self._general([dict(case.kwargs) for case in cases]),
             cases[0].stack_trace,
+            self._body([case.body for case in cases if case.body is not None]),
         )
+
+    def _body(self, cases: Sequence[LoopBody]) -> GeneralBody | None:
+        if not cases:
+            return None
+        first = cases[0]
+        forms = {(len(case.steps), len(case.shapes), case.num_states, case.num_sequences) for case in cases}
+        if len(forms) > 1:
+            raise LoopError("it does other operations at other sizes", self.line)
+        line = self.line
+        steps = [self._step([case.steps[i] for case in cases]) for i in range(len(first.steps))]
+        self.line = line
+        outputs = self._general([list(case.outputs) for case in cases])
+        shapes = [self._sizes([case.shapes[i] for case in cases]) for i in range(len(first.shapes))]
+        if any(shape is None for shape in shapes):
+            raise LoopError("a value has a shape that follows from no size", self.line)
+        count = fit([case.count for case in cases], self.sizes)
+        if count is None:
+            raise LoopError("the number of its runs follows from no size", self.line)
+        known = [shape for shape in shapes if shape is not None]
+        return GeneralBody(steps, outputs, known, first.num_states, first.num_sequences, count)
 
     def _general(self, cases: Sequence[Any]) -> Any:
         """Return the general form of an operand."""
@@ -212,10 +245,13 @@ class _Unifier:
         return found and Call(aten.scalar_tensor.default, (found,), {"dtype": values[0].dtype})
 
     def _shape(self, values: Sequence[torch.Tensor]) -> tuple[SizeExpression, ...] | None:
-        if len({v.dim() for v in values}) > 1 or len({v.dtype for v in values}) > 1:
+        return None if len({v.dtype for v in values}) > 1 else self._sizes([tuple(v.shape) for v in values])
+
+    def _sizes(self, shapes: Sequence[tuple[int, ...]]) -> tuple[SizeExpression, ...] | None:
+        if len({len(shape) for shape in shapes}) > 1:
             return None
-        shape = [fit([v.shape[axis] for v in values], self.sizes) for axis in range(values[0].dim())]
-        return None if any(size is None for size in shape) else tuple(size for size in shape if size is not None)
+        fitted = [fit(sizes, self.sizes) for sizes in zip(*shapes, strict=True)]
+        return None if any(size is None for size in fitted) else tuple(size for size in fitted if size is not None)
 
     def _filled(self, values: Sequence[torch.Tensor]) -> Any:
         """Return a call for a tensor with one value in all its entries."""

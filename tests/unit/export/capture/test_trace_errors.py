@@ -94,15 +94,32 @@ def test_table_of_the_example_length_is_refused(tmp_path):
     )
 
 
-class LoopOverTime(Mixer):
+class OddPositions(Mixer):
     def forward(self, x, tgt):
-        return torch.stack([torch.relu(x[:, i]) for i in range(x.shape[1])], 1)  # HERE
+        return torch.stack([torch.relu(x[:, i]) if i % 2 else x[:, i] for i in range(x.shape[1])], 1)  # HERE
 
 
-def test_loop_over_positions_is_refused(tmp_path):
-    assert refusal(LoopOverTime, tmp_path) == (
-        f"forward computes the positions of 'tgt' one by one in Python, at {here(LoopOverTime.forward)}, which fixes "
+def test_loop_that_does_other_operations_at_other_positions_is_refused(tmp_path):
+    assert refusal(OddPositions, tmp_path) == (
+        f"forward computes the positions of 'tgt' one by one in Python, at {here(OddPositions.forward)}, which fixes "
         "their number to the example's. Compute all positions at once with operations on tensors"
+    )
+
+
+class OddStates(Mixer):
+    def forward(self, x, tgt):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for i in range(x.shape[1]):  # HERE
+            state = torch.relu(state + x[:, i]) if i % 2 else state + x[:, i]
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+def test_recurrence_that_does_other_operations_at_other_positions_is_refused(tmp_path):
+    assert refusal(OddStates, tmp_path) == (
+        f"forward computes each position from the one before it, at {here(OddStates.forward)}, by other operations at "
+        "other positions. Let each run of the loop do the same operations on the rows of its position and on values of "
+        "the run before, which keep their shape"
     )
 
 

@@ -150,31 +150,35 @@ def test_state_outside_attention_is_refused(tmp_path):
     )
 
 
-class Recurrent(Small):
+class BothDirections(Small):
     def __init__(self):
         super().__init__(Mixer)
-        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.recurrent = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
 
     def forward(self, tgt):
         x, _ = self.recurrent(self.embed(tgt))  # HERE
         return self.out(x)
 
 
-class LoopOverTime(Mixer):
+def test_recurrent_layer_that_looks_ahead_is_refused(tmp_path):
+    message = refusal(BothDirections, tmp_path)
+    assert message.startswith(f"`aten.flip.default` at {here(BothDirections.forward)} looks ahead")
+
+
+class NumbersOfPositions(Mixer):
     def forward(self, x, tgt):
         state, states = torch.zeros_like(x[:, 0]), []
-        for row in x.unbind(1):  # HERE
-            state = torch.tanh(self.projections[0](state) + row)
+        for t, row in enumerate(x.unbind(1)):
+            state = state / (t + 1) + row  # HERE
             states.append(state)
         return torch.stack(states, 1)
 
 
-@pytest.mark.parametrize("model", [Recurrent, LoopOverTime])
-def test_recurrence_is_refused(model, tmp_path):
-    assert refusal(model, tmp_path) == (
-        f"the model carries state from position to position outside attention, at {here(model.forward)}. Each position "
-        "is computed from the one before it, by a recurrent layer or a loop; only what attention reads of earlier "
-        "positions can be cached: put attention in its place"
+def test_loop_whose_runs_differ_is_refused(tmp_path):
+    assert refusal(NumbersOfPositions, tmp_path) == (
+        f"the loop over positions at {here(NumbersOfPositions.forward)} cannot be exported: a number differs from run "
+        "to run. Each run has to do the same operations on the rows of its position, on values that all positions "
+        "share, and on values of the run before, which keep their shape"
     )
 
 
