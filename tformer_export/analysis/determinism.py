@@ -206,6 +206,12 @@ def _outputs(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torc
     return [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
+def _described_masks(source: Source) -> str:
+    """Return a hint on the axes of masks, which are the caller's description; empty without masks."""
+    axes = [f"{mask.kind}({mask.of!r}) as ({', '.join(map(str, mask.shape))})" for mask in source.masks.values()]
+    return f"; it was called with {' and '.join(axes)}, and shape=(…) gives other axes" if axes else ""
+
+
 def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception) -> TformerError:
     """Return the error for a forward that fails at other sizes: it fails on the example too, or only at these sizes."""
     try:
@@ -215,6 +221,7 @@ def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception)
         return SourceError(
             _ids_out_of_range(again)
             or f"forward fails by itself on the example, at {line_of_error(again)}: {error_summary(again)}"
+            + _described_masks(source)
         )
     sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in sized.items())
     return UnsupportedModelError(
