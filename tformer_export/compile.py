@@ -15,7 +15,7 @@ last one hold `TORCH_PATCH_LOCK`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ from tformer_export.capture.by_example.unify import LoopError
 from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_modules
 from tformer_export.capture.trace import (
     CapturedGraph,
+    TraceFailedError,
     capture,
     lines_of_helpers_recorded,
     merge_equal_nodes,
@@ -257,20 +258,20 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
 
     try:
         return trace(module)
-    except UnsupportedModelError as refusal:
+    except (TraceFailedError, UnsupportedModelError) as failure:
         try:
             rebuilt = _rebuild(module, source, longest) if rehearse(source).repeats else None
         except LoopError as error:
             raise UnsupportedModelError(explain_loop(error)) from error
-        if rebuilt is None:
-            raise
-        try:
-            graph = trace(rebuilt)
-        except UnsupportedModelError:
-            raise refusal from None
-        if rebuilt.max_length is not None and graph.time is not None:
-            graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
-        return graph
+        if rebuilt is not None:
+            with suppress(TraceFailedError, UnsupportedModelError):
+                graph = trace(rebuilt)
+                if rebuilt.max_length is not None and graph.time is not None:
+                    graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
+                return graph
+        if isinstance(failure, TraceFailedError):
+            raise UnsupportedModelError(failure.explain()) from failure.__cause__
+        raise
 
 
 def explain_loop(error: LoopError) -> str:

@@ -11,6 +11,7 @@ threads wait.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import traceback
 import warnings
@@ -60,6 +61,17 @@ ID_MOVES = {  # operations that move ids and do not change them
     aten.transpose.int,
     aten.permute.default,
 }
+
+
+class TraceFailedError(Exception):
+    """torch.export cannot trace a module.
+
+    explain: returns one or two sentences for the user. It may trace the module again.
+    """
+
+    def __init__(self, explain: Callable[[], str]) -> None:
+        super().__init__("torch.export cannot trace the module")
+        self.explain = explain
 
 
 @dataclass
@@ -134,8 +146,8 @@ def capture(
     extra_names: names of the outputs after the first one; further outputs of forward are not exported.
     min_length: positions that an input needs (`Source.min_drawn_length`).
 
-    Raises UnsupportedModelError if torch.export cannot trace the module, or if its code fixes a free axis to the
-    example's size.
+    Raises TraceFailedError if torch.export cannot trace the module, or if its code fixes a free axis to the example's
+    size, and UnsupportedModelError if no graph can represent the module.
     """
     free = {name: tuple((axes or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
     sized = distinct_sizes(example, free, step_input, min_length)
@@ -194,7 +206,7 @@ def _trace_or_refuse(
 ) -> _TracedProgram:
     """Trace the module, again with the example's values if a branch may depend on data.
 
-    Raises UnsupportedModelError that names the user's line.
+    Raises TraceFailedError, or UnsupportedModelError that names the user's line.
     """
     try:
         with watch_sizes(example) as watch:
@@ -218,7 +230,7 @@ def _trace_or_refuse(
     except TformerError:
         raise
     except Exception as error:  # torch.export raises many types, with no common base
-        raise UnsupportedModelError(explain_trace(error, module, example, step_input, watch)) from error
+        raise TraceFailedError(functools.partial(explain_trace, error, module, example, step_input, watch)) from error
     if any(node.target is aten.item.default for node in _needed_for_outputs(traced.program)):
         return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
     return traced
