@@ -1,4 +1,7 @@
-"""A file that carries states decodes as PyTorch in each way: joins, prefixes, chats, rewinding, beams, speculation."""
+"""A file that carries states decodes as PyTorch in each way: joins, prefixes, chats, rewinding, beams, speculation.
+
+An encoder of recurrent layers runs once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from recurrent_state import CellsAndAttention
 from support.handwritten_case import BLOCK, END, SPECIAL, VOCABULARY, Case
 from support.handwritten_checks import assert_close, draw_rows
+from torch import nn
 
 from tformer_export import export
 from tformer_runtime import Model
@@ -103,3 +107,28 @@ def test_speculative_decoding_gives_the_tokens_of_pytorch(model, path, monkeypat
             num_guessed += result.speculation.guessed
             num_accepted += result.speculation.accepted
     assert num_guessed >= num_accepted > 10
+
+
+class RecurrentTagger(nn.Module):
+    """A recurrent layer in both directions, which tags each position."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 12), nn.Linear(16, 5)
+        self.rnn = nn.LSTM(12, 8, bidirectional=True, batch_first=True)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.embed(ids))[0])
+
+
+def test_encoder_in_both_directions_gives_the_results_of_pytorch_for_rows_of_any_length(tmp_path):
+    module, path = RecurrentTagger().eval(), tmp_path / "model.onnx"
+    export(module, path, example={"ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}, step_input=None)
+    rows = draw_rows(9, (1, 7, 3, 12))
+    results = Model.load(path, device="cpu", threads=1).predict([{"ids": row} for row in rows])
+    for row, result in zip(rows, results, strict=True):
+        with torch.no_grad():
+            expected = module(torch.from_numpy(row)[None])[0].numpy()
+        (actual,) = result.values() if isinstance(result, dict) else [result]
+        assert_close(np.asarray(actual), expected)

@@ -123,7 +123,9 @@ class _Tracer:
         shortest = 1, *[self.unit] * (len(self.draws.groups) - 1)
         for step in program.steps:
             if step.body is not None and step.body.count.at(shortest) < 1:
-                raise LoopError("it has no run at the shortest length", step.stack_trace)
+                raise LoopError(
+                    "its first position is computed apart, so one position alone has no run", step.stack_trace
+                )
         return program
 
     def _draw(self, sizes: Sizes, kind: DataKind, seed: int = 0) -> list[torch.Tensor]:

@@ -276,6 +276,14 @@ def run_before_the_run_before(module, x):
     return torch.stack(rows, 1)
 
 
+def first_apart(module, x):
+    state, rows = None, []
+    for t in range(x.shape[1]):
+        state = x[:, t] if state is None else 0.9 * state + x[:, t]
+        rows.append(state)
+    return torch.stack(rows, 1)
+
+
 def parts_written(module, x):
     state, rows = torch.zeros(x.shape[0], WIDTH), []
     for t in range(x.shape[1]):
@@ -288,6 +296,7 @@ REFUSED = [
     (growing, "a value has another shape in each run"),
     (numbers_that_differ, "a number differs from run to run"),
     (run_before_the_run_before, "it reads a value that is neither a row of this position nor of the run before"),
+    (first_apart, "its first position is computed apart, so one position alone has no run"),
     (parts_written, "it writes into a part of a tensor"),
 ]
 
