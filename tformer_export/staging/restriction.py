@@ -336,7 +336,7 @@ class RestrictionSolver:
                     choices[p][i] = choice
             solution = Solution(nodes, tuple(map(tuple, choices)))
             if all(self._commutes(solution, roles, window) for window in windows) and (
-                nodes[0] in self._evened or self._commutes_elsewhere(solution, roles, windows)
+                self._commutes_elsewhere(solution, roles, windows)
             ):
                 return solution
         return None
@@ -347,10 +347,16 @@ class RestrictionSolver:
         An attention that sees the present document alone needs no earlier keys where each document has one position.
         One whose weights are all on one position needs no others.
         """
-        for values in (self.others, self._drawn_values(solution)):
-            if values is None:
+        node = solution.nodes[0]
+        elsewhere: list[dict[Node, Any] | None] = [self.others, self._drawn_values(solution)]
+        if node in self._evened:
+            values = {**self.others, **{n: self.values[n] for n in node.args[:3] if isinstance(n, Node)}}
+            values[node] = call(node, values.__getitem__)
+            elsewhere = [values]
+        for other in elsewhere:
+            if other is None:
                 continue
-            before, self.values = self.values, values
+            before, self.values = self.values, other
             try:
                 if not all(self._commutes(solution, roles, window) for window in windows):
                     return False

@@ -24,7 +24,7 @@ class Merged(Mixer):
     def forward(self, x, tgt):
         q, k, v = (self.merge_heads(h) / 2.0 for h in self.heads(x))
         scores = torch.bmm(q, k.transpose(1, 2)).masked_fill(~causal(x), -math.inf)
-        return self.split_heads(torch.bmm(scores.softmax(-1), v), x.shape[0]).transpose(1, 2).flatten(2)
+        return self.split_heads(torch.bmm(scores.softmax(-1).square(), v), x.shape[0]).transpose(1, 2).flatten(2)
 
 
 class HeadsInside(Merged):

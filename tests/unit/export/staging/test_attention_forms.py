@@ -1,4 +1,4 @@
-"""Unrecognised forms of attention are staged operation by operation, and their keys and values are cached."""
+"""Forms of attention by hand: fused with their caches, or staged operation by operation with cached keys and values."""
 
 from __future__ import annotations
 
@@ -143,23 +143,34 @@ def max_difference(module, path):
 
 
 @pytest.mark.parametrize(
-    ("mixer", "caches"),
+    "mixer",
     [
-        (Einsum, 2),
-        (Baddbmm, 2),
-        (SoftCapped, 2),
-        (Transposed, 2),
-        *(
-            pytest.param(mixer, 2, marks=pytest.mark.thorough)
-            for mixer in (BaddbmmExpanded, BaddbmmOfNothing, SingleHead, Linear, HeadOfFive)
-        ),
+        Einsum,
+        Baddbmm,
+        SoftCapped,
+        *(pytest.param(mixer, marks=pytest.mark.thorough) for mixer in (BaddbmmExpanded, SingleHead)),
     ],
 )
-def test_unrecognised_attention_matches_pytorch(mixer, caches, tmp_path):
+def test_attention_of_another_form_is_fused_and_matches_pytorch(mixer, tmp_path):
+    check(mixer, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        Transposed,
+        *(pytest.param(mixer, marks=pytest.mark.thorough) for mixer in (BaddbmmOfNothing, Linear, HeadOfFive)),
+    ],
+)
+def test_unfused_attention_matches_pytorch(mixer, tmp_path):
+    check(mixer, 0, tmp_path)
+
+
+def check(mixer, num_fused, tmp_path):
     module, path = Small(mixer), tmp_path / "model.onnx"
     report = export(module, path, EXAMPLE, "tgt", max_length=24)
-    assert report.counts["fused"] == 0
-    assert report.counts["caches"] == caches
+    assert report.counts["fused"] == num_fused
+    assert report.counts["caches"] == 2
     assert max_difference(module, path) < 2e-5  # logits of about 3 after some 50 products: 2⁻²⁴ · 3 · 50 ≈ 1e-5
 
 
