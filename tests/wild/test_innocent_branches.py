@@ -36,21 +36,11 @@ class Numpy(Rotary):
         return self.head(self.embed(idx) + torch.from_numpy(idx.numpy() % 2).float()[..., None])  # HERE
 
 
-class Recurrence(Rotary):
-    def forward(self, idx):
-        x, h, states = self.embed(idx), 0, []
-        for t in range(idx.shape[1]):  # HERE
-            h = torch.tanh(x[:, t] + h)
-            states.append(h)
-        return self.head(torch.stack(states, 1))
-
-
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (Condition, "lets the values of its data decide"),
         (Numpy, "hands a tensor to numpy"),
-        (Recurrence, "carries state from position to position"),
     ],
 )
 def test_line_of_the_cause_is_named(model, reason, tmp_path, capfd):
