@@ -14,7 +14,7 @@ from support.picture_models import MARKER_ID
 
 from tformer_export import Quantization, export
 from tformer_export.sources import load_source
-from tformer_runtime import GenerationOptions, InputError, Model, UnsupportedCallError
+from tformer_runtime import GenerationOptions, InputError, Model, SourceError, UnsupportedCallError
 
 TOKENS = 12
 
@@ -254,6 +254,11 @@ def test_wrong_pictures_are_refused(exported, model, pictures, tmp_path):
     message = failed(run(path, "<image>", "--image", tmp_path / "none.png"))
     assert message.endswith("none.png cannot be read: No such file or directory")
     assert "names 0 pictures (<image>), and 1 are given" in failed(run(path, "hi", "--image", pictures[0]))
+
+
+def test_prompt_that_is_read_in_both_directions_is_refused():
+    with pytest.raises(SourceError, match="attend to later tokens of the prompt, so that it cannot be decoded"):
+        export(picture_models.paligemma(), "never.onnx")
 
 
 def test_text_model_refuses_pictures(tmp_path, pictures):
