@@ -99,6 +99,38 @@ def paligemma(seed: int = 0) -> Any:
     return seeded(transformers.PaliGemmaForConditionalGeneration, config, seed)
 
 
+@functools.cache
+def qwen2_vl(seed: int = 0) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    config = transformers.Qwen2VLConfig(
+        vision_config=dict(
+            depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
+            temporal_patch_size=2,
+        ),
+        text_config={**TEXT_CONFIG, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope},
+        image_token_id=MARKER_ID, vision_start_token_id=VOCABULARY - 1, vision_end_token_id=VOCABULARY - 2,
+        video_token_id=4, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return seeded(transformers.Qwen2VLForConditionalGeneration, config, seed)
+
+
+def grid_processor() -> Any:
+    """Return a processor that keeps the size of pictures, in patches of 4 pixels."""
+    images = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+    )
+    return _PictureProcessor(image_processor=images, tokenizer=tokenizer(TILE_TOKENS), chat_template=TEMPLATE)
+
+
+class _PictureProcessor(transformers.Qwen2VLProcessor):
+    """transformers' processor without videos, for which it needs torchvision."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+        self.image_token, self.image_token_id = MARKER, MARKER_ID
+        self.video_token, self.video_token_id = "<other>", 4
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
 def _tiles_model(config: Any, kind: Any, seed: int) -> Any:
     vision = {**VISION_CONFIG, "image_size": TILE}
     del vision["projection_dim"]

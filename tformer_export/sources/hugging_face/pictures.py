@@ -6,6 +6,7 @@ that stands for a picture in a prompt. Both are read by running them, so the cla
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode
+from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.signature import parameters_of
+from tformer_export.sources.hugging_face.grid_pictures import GridProcessor, check_grid, read_grid, reads_grid
 from tformer_export.sources.hugging_face.images import draw_pictures, load_processor, read_picture_steps
-from tformer_export.sources.pictures_module import IDS, PIXELS, PicturesModule
+from tformer_export.sources.pictures.grid import GridPicturesModule
+from tformer_export.sources.pictures.one_size import IDS, PIXELS, PicturesModule
 from tformer_export.sources.task_names import ANSWERS_PICTURES
 from tformer_export.sources.tokenizer import read_prompt_tokenizer
 from tformer_runtime.base.errors import SourceError
@@ -52,7 +55,8 @@ def load_prompt_processor(folder: Path) -> Any | None:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise SourceError(f"{folder}'s processor cannot be loaded: {reason}") from error
+        hint = "" if importlib.util.find_spec("torchvision") else ". If it reads videos too: pip install torchvision"
+        raise SourceError(f"{folder}'s processor cannot be loaded: {reason}{hint}") from error
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         return None
     processor.image_processor = images
@@ -65,27 +69,38 @@ def from_picture_prompt_model(
     processor: Any | None,
     special: SpecialTokens,
     defaults: Callable[[int | None], Mapping[str, Any]],
+    picture_size: tuple[int, int] | None = None,
 ) -> Source:
     """Read a model that continues a prompt with pictures.
 
     processor: transformers' own, of texts and pictures; without it the file takes ids and pixels.
     special: special tokens. defaults: from the greatest length to the generation options of its generation config.
+    picture_size: height and width of all pictures, for a model that reads pictures at their own size.
 
     Raises SourceError for a model or a processor whose pictures do not all have one size and one number of positions.
     """
     single, text_config = as_float32(module), module.config.get_text_config()
-    images = None if processor is None else read_picture_steps(processor.image_processor, 3)
-    shape = (3, *(_config_size(module.config) if images is None else images.shape or ()))
-    pixels = torch.randn((1, *shape), generator=torch.Generator().manual_seed(0))
-    positions, has_axis = _count_positions(single, pixels)
     token = _placeholder_id(module.config)
     assert token is not None
+    wrapped: PicturesModule | GridPicturesModule
+    if reads_grid(single):
+        grid = read_grid(single, picture_size)
+        shape, positions = (3, grid.height, grid.width), grid.positions
+        wrapped = GridPicturesModule(single, grid, token)
+        processor = None if processor is None else GridProcessor(processor, grid)
+        images = None if processor is None else processor.images
+    else:
+        if picture_size is not None:
+            raise SourceError(f"{type(module).__name__} determines the size of its pictures: leave --picture-size out")
+        images = None if processor is None else read_picture_steps(processor.image_processor, 3)
+        shape = (3, *(_config_size(module.config) if images is None else images.shape or ()))
+        positions, has_axis = _count_positions(single, _draw_pixels(shape))
+        wrapped = PicturesModule(single, has_axis)
     placeholder = Placeholder(token, positions)
     if processor is not None:
         assert images is not None
         placeholder = _with_texts(placeholder, processor, images)
-    wrapped = PicturesModule(single, has_axis)
-    example = {PIXELS: pixels.expand(2, 1, *shape).clone(), IDS: _example_ids(placeholder)}
+    example = {PIXELS: _draw_pixels(shape).expand(2, 1, *shape).clone(), IDS: _example_ids(placeholder)}
     _check_looks_back(wrapped, example)
     limits = [getattr(text_config, limit, None) for limit in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
@@ -108,7 +123,9 @@ def from_picture_prompt_model(
         chat_tokens={} if processor is None else _chat_tokens(processor.tokenizer),
         prompt_pipeline=None if processor is None else make_prompt_pipeline(processor),
     )
-    if processor is not None:
+    if isinstance(wrapped, GridPicturesModule) and processor is not None:
+        check_grid(wrapped, single, processor)
+    elif processor is not None:
         _check_inputs(source, single, processor)
     return source
 
@@ -238,7 +255,12 @@ def _check_inputs(source: Source, module: Any, processor: Any) -> None:
         )
 
 
-def _check_looks_back(module: PicturesModule, example: Mapping[str, torch.Tensor]) -> None:
+def _draw_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+    """Draw the pixels of one picture, (1, channels, height, width)."""
+    return torch.randn((1, *shape), generator=torch.Generator().manual_seed(0))
+
+
+def _check_looks_back(module: torch.nn.Module, example: Mapping[str, torch.Tensor]) -> None:
     """Raise SourceError if tokens of a prompt attend to later ones: logits change when a token is appended."""
     longer = torch.cat([example[IDS], example[IDS][:, -1:]], 1)
     with eval_mode(module), torch.no_grad():
@@ -246,8 +268,9 @@ def _check_looks_back(module: PicturesModule, example: Mapping[str, torch.Tensor
         after = module(**{**example, IDS: longer}, **FIXED).logits[:, :-1]
     if not torch.allclose(before, after, rtol=1e-3, atol=1e-3):
         raise SourceError(
-            f"{type(module.module).__name__} lets the tokens of a prompt attend to later tokens of the prompt, so that "
-            "it cannot be decoded step by step: models whose prompt is read in both directions are not supported"
+            f"{type(users_module(module)).__name__} lets the tokens of a prompt attend to later tokens of the prompt, "
+            "so that it cannot be decoded step by step: models whose prompt is read in both directions are not "
+            "supported"
         )
 
 

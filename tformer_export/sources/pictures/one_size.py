@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.sources.whole_batch import AllItemsKept
+from tformer_export.sources.pictures.whole_batch import AllItemsKept
 
 PIXELS, IDS = "pixel_values", "input_ids"  # names in all models and processors of transformers
 
