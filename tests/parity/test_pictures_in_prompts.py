@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
@@ -187,6 +188,22 @@ def test_conversation_with_pictures_matches_transformers(exported, model, pictur
         messages.append({"role": "assistant", "content": result.text})
     chat.rewind(1)
     assert chat.send(turns[-1], max_new_tokens=8).token_ids == expected
+
+
+def test_pictures_of_messages_are_named_as_in_transformers(model, pictures):
+    question = {"type": "text", "text": "what?"}
+    encoded = base64.b64encode(pictures[0].read_bytes()).decode()
+    parts = [{"image": pictures[0]}, {"path": str(pictures[0])}, {"base64": encoded}, {"url": str(pictures[0])}]
+    contents = [[{"type": "image", **part}, question] for part in parts]
+    first, *others = (model.prompt([{"role": "user", "content": content}]) for content in contents)
+    assert first["pixel_values"].shape == (1, 3, 16, 16)
+    for other in others:
+        assert np.array_equal(other["input_ids"], first["input_ids"])
+        assert np.array_equal(other["pixel_values"], first["pixel_values"])
+    with pytest.raises(InputError, match=r"https://example.org/a.png is not downloaded: give the name of a file"):
+        model.prompt([{"role": "user", "content": [{"type": "image", "url": "https://example.org/a.png"}, question]}])
+    with pytest.raises(InputError, match="the base64 text of a picture is damaged"):
+        model.prompt([{"role": "user", "content": [{"type": "image", "base64": "?"}, question]}])
 
 
 def test_command_line_puts_pictures_before_the_message(exported, pictures):

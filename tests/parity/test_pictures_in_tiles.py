@@ -22,7 +22,7 @@ def picture(height, width, seed=0):
     return Image.fromarray(coarse).resize((width, height))
 
 
-@pytest.fixture(scope="module", params=["idefics3", "smolvlm"])
+@pytest.fixture(scope="module", params=[pytest.param("idefics3", marks=pytest.mark.thorough), "smolvlm"])
 def exported(request, tmp_path_factory):
     """Return module, processor, the loaded file and the report of an export from a folder."""
     module, processor = getattr(picture_models, request.param)(), picture_models.tiles_processor()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def seeded(kind: Any, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def tokenizer(special: Sequence[str] = ()) -> Any:
+def tokenizer() -> Any:
     """Return a tokenizer with a token for each letter."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *LETTERS, *TILE_TOKENS])}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
@@ -67,7 +66,9 @@ def tokenizer(special: Sequence[str] = ()) -> Any:
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         extra_special_tokens={"image_token": MARKER},
     )  # fmt: skip
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in TILE_TOKENS], special_tokens=True
+    )
     return tokenizer
 
 
@@ -101,17 +102,28 @@ def paligemma(seed: int = 0) -> Any:
 
 @functools.cache
 def qwen2_vl(seed: int = 0) -> Any:
+    vision = dict(depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2)
+    return _grid_model(transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration, vision, seed)
+
+
+@functools.cache
+def qwen2_5_vl(seed: int = 0) -> Any:
+    vision = dict(
+        depth=2, hidden_size=32, intermediate_size=48, out_hidden_size=32, num_heads=4, window_size=16,
+        fullatt_block_indexes=[1],
+    )  # fmt: skip
+    return _grid_model(transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration, vision, seed)
+
+
+def _grid_model(config: Any, kind: Any, vision: dict[str, Any], seed: int) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    config = transformers.Qwen2VLConfig(
-        vision_config=dict(
-            depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2, patch_size=4, spatial_merge_size=2,
-            temporal_patch_size=2,
-        ),
+    settings = config(
+        vision_config={**vision, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2},
         text_config={**TEXT_CONFIG, "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": rope},
         image_token_id=MARKER_ID, vision_start_token_id=VOCABULARY - 1, vision_end_token_id=VOCABULARY - 2,
         video_token_id=4, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return seeded(transformers.Qwen2VLForConditionalGeneration, config, seed)
+    return seeded(kind, settings, seed)
 
 
 def grid_processor() -> Any:
@@ -119,7 +131,7 @@ def grid_processor() -> Any:
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
     )
-    return _PictureProcessor(image_processor=images, tokenizer=tokenizer(TILE_TOKENS), chat_template=TEMPLATE)
+    return _PictureProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=TEMPLATE)
 
 
 class _PictureProcessor(transformers.Qwen2VLProcessor):
@@ -148,5 +160,5 @@ def tiles_processor(**options: Any) -> Any:
     )
     positions = (TILE // PATCH // 2) ** 2
     return transformers.Idefics3Processor(
-        image_processor=images, tokenizer=tokenizer(TILE_TOKENS), image_seq_len=positions, chat_template=TEMPLATE
+        image_processor=images, tokenizer=tokenizer(), image_seq_len=positions, chat_template=TEMPLATE
     )

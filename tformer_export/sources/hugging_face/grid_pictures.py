@@ -40,7 +40,8 @@ def read_grid(module: Any, picture_size: tuple[int, int] | None) -> PatchGrid:
     if not all(isinstance(number, int) for number in numbers):
         raise SourceError(f"the vision config of {type(module).__name__} does not name {', '.join(names)}")
     patch, merge, frames = map(int, numbers)
-    unit = patch * merge
+    window = int(getattr(vision, "window_size", None) or 0) // (patch * merge)
+    unit = patch * merge * max(1, window)
     if picture_size is None:
         raise SourceError(
             f"{type(module).__name__} reads pictures at their own size, and a file reads them at one size, to which it "
@@ -50,7 +51,7 @@ def read_grid(module: Any, picture_size: tuple[int, int] | None) -> PatchGrid:
     height, width = picture_size
     if min(height, width) < unit or height % unit or width % unit:
         raise SourceError(f"a picture size has multiples of {unit} pixels, not {height}x{width}")
-    return PatchGrid(patch, merge, frames, height // patch, width // patch)
+    return PatchGrid(patch, merge, frames, height // patch, width // patch, window)
 
 
 class GridProcessor:

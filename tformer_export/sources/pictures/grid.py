@@ -16,7 +16,8 @@ class PatchGrid:
     """How a picture of one size becomes patches.
 
     patch: the edge of a patch. merge: patches that become one position, along each edge. frames: times that the picture
-    is repeated in each patch. rows, columns: of patches.
+    is repeated in each patch. rows, columns: of patches. window: the edge of the windows of attention in positions, of
+    which the picture has whole ones; 0 for none.
     """
 
     patch: int
@@ -24,6 +25,7 @@ class PatchGrid:
     frames: int
     rows: int
     columns: int
+    window: int = 0
 
     @property
     def height(self) -> int:
@@ -63,6 +65,12 @@ class PatchGrid:
         row, column = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
         blocks = (self.rows // self.merge, self.merge, self.columns // self.merge, self.merge)
         return torch.stack([place.reshape(blocks).transpose(1, 2).flatten() for place in (row, column)], -1)
+
+    def window_index(self) -> torch.Tensor:
+        """Return the positions of a picture in the order of its windows, (positions,)."""
+        rows, columns = self.rows // self.merge, self.columns // self.merge
+        blocks = (rows // self.window, self.window, columns // self.window, self.window)
+        return torch.arange(rows * columns).reshape(blocks).transpose(1, 2).flatten()
 
     def position_ids(self, is_placeholder: torch.Tensor) -> torch.Tensor:
         """Return the positions in time, height and width, (3, batch, time). is_placeholder: (batch, time).
@@ -112,10 +120,16 @@ class GridPicturesModule(nn.Module):
         """Return the rows of all pictures, (pictures · positions, d). patches: (pictures, patches, numbers)."""
         module: Any = self.module
         count, each = patches.shape[:2]
+        windows: dict[str, torch.Tensor] = {}
+        if self.grid.window:
+            index, size = self.grid.window_index(), self.grid.window**2 * self.grid.merge**2
+            windows["window_index"] = (torch.arange(count).unsqueeze(1) * self.grid.positions + index).flatten()
+            windows["cu_window_seqlens"] = torch.arange(count * (each // size) + 1, dtype=torch.int32) * size
         features = module.get_image_features(
             pixel_values=patches.flatten(0, 1),
             image_grid_thw=torch.tensor([[1, self.grid.rows, self.grid.columns]]).expand(count, -1),
             position_ids=self.grid.places().expand(count, -1, -1).flatten(0, 1),
             cu_seqlens=torch.arange(count + 1, dtype=torch.int32) * each,
+            **windows,
         ).pooler_output
         return torch.cat(list(features)) if isinstance(features, (list, tuple)) else features
