@@ -67,7 +67,7 @@ def tokenizer() -> Any:
         extra_special_tokens={"image_token": MARKER},
     )  # fmt: skip
     tokenizer.add_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in TILE_TOKENS], special_tokens=True
+        [AddedToken(token, special=True, normalized=False) for token in ["<other>", *TILE_TOKENS]], special_tokens=True
     )
     return tokenizer
 

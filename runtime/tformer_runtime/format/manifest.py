@@ -63,7 +63,7 @@ import numpy.typing as npt
 from tformer_runtime.base.errors import ModelFileError, OptionError
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 6
+MANIFEST_VERSION = 7
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
