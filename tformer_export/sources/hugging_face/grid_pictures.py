@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tformer_export.sources.base import eval_mode
 from tformer_export.sources.call.signature import parameters_of
 from tformer_export.sources.hugging_face.images import draw_pictures
 from tformer_export.sources.pictures.grid import GridPicturesModule, PatchGrid
 from tformer_export.sources.pictures.one_size import IDS, PIXELS
 from tformer_runtime.base.errors import SourceError
-from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor
+from tformer_runtime.preprocess.images import FILTERS, MAX_PIXELS, ImagePreprocessor
 
 GRID = "image_grid_thw"
 
@@ -51,6 +52,8 @@ def read_grid(module: Any, picture_size: tuple[int, int] | None) -> PatchGrid:
     height, width = picture_size
     if min(height, width) < unit or height % unit or width % unit:
         raise SourceError(f"a picture size has multiples of {unit} pixels, not {height}x{width}")
+    if height * width > MAX_PIXELS:
+        raise SourceError(f"a picture size has at most {MAX_PIXELS:,} pixels, not {height}x{width}")
     return PatchGrid(patch, merge, frames, height // patch, width // patch, window)
 
 
@@ -63,6 +66,8 @@ class GridProcessor:
         self.tokenizer, self.chat_template = processor.tokenizer, getattr(processor, "chat_template", None)
         self.image_token = getattr(processor, "image_token", None)
         settings = processor.image_processor
+        if getattr(settings, "resample", None) not in range(len(FILTERS)):
+            raise SourceError(f"the image processor {type(settings).__name__} names no filter of Pillow (resample)")
         self.images = ImagePreprocessor(
             size={"height": grid.height, "width": grid.width},
             resample=FILTERS[int(settings.resample)],
@@ -100,8 +105,11 @@ def check_grid(wrapped: GridPicturesModule, module: Any, processor: GridProcesso
     raw = processor.raw([text], pictures, return_tensors="pt")
     inputs = {name: value for name, value in raw.items() if name in parameters_of(module)}
     pixels = torch.as_tensor(processor([text], pictures)[PIXELS])
-    with torch.no_grad():
-        expected = module(**inputs, use_cache=False).logits
+    with eval_mode(wrapped), torch.no_grad():
+        try:
+            expected = module(**inputs, use_cache=False).logits
+        except Exception as error:  # the module may raise anything
+            raise SourceError(f"{type(module).__name__} fails on the inputs of its processor: {error}") from error
         logits = wrapped(pixels[None], inputs[IDS], use_cache=False).logits
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3):
         raise SourceError(
