@@ -46,6 +46,7 @@ def export(
     head: str | Sequence[str] | None = None,
     tokenizer: Tokenizers | None = None,
     preprocessor: Any = None,
+    picture_size: tuple[int, int] | None = None,
     chat_template: str | None = None,
     task: str | Task | None = None,
     special_tokens: SpecialTokens | Mapping[str, Any] | None = None,
@@ -90,6 +91,8 @@ def export(
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers tokenizer or processor.
     preprocessor: how pictures become inputs, by name or for the one input: `image(…)` or a transformers image
         processor. The file then reads pictures of any size.
+    picture_size: height and width to which the pictures of a prompt are resized, for a transformers model in memory
+        that reads them at their own size. Its processor is `tokenizer`.
     chat_template: Jinja text that makes a prompt of a conversation, as for transformers' apply_chat_template.
     task: the name of the task, such as "text-classification", or a `Task` with labels, problem type or pooling.
     special_tokens: bos_token_id and eos_token_id (ids or lists of ids) and pad_token_id.
@@ -128,7 +131,7 @@ def export(
     out = Path(path)
     check_writable(out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
-    source, tokenizer = _source(model, example, step_input, call, tokenizer, series)
+    source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
     overrides = SourceOverrides.of(
         task,
         tokenizer=tokenizer,
@@ -184,6 +187,7 @@ def _source(
     call: Mapping[str, Any],
     tokenizer: Tokenizers | None,
     series: Mapping[str, Any] | None,
+    picture_size: tuple[int, int] | None,
 ) -> tuple[Source, Tokenizers | None]:
     """Return the source of a model, and the tokenizer unless the source holds it. call: arguments of `from_module`."""
     unread = [name for name, value in {**call, "step_input": step_input}.items() if value is not None]
@@ -198,13 +202,16 @@ def _source(
         source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
         tokenizer = None
     elif example is None and is_transformers_model(model) and hasattr(tokenizer, "image_processor"):
-        source, tokenizer = from_transformers(model, tokenizer=tokenizer), None
+        source, tokenizer = from_transformers(model, tokenizer=tokenizer, picture_size=picture_size), None
+        picture_size = None
     elif example is None and is_transformers_model(model):
-        source = from_transformers(model)
+        source, picture_size = from_transformers(model, picture_size=picture_size), None
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
         source, unread = from_module(model, example, step_input, series=series, **call), []
+    if picture_size is not None:
+        raise OptionError("picture_size is for a transformers model in memory: give that of a folder to load_source")
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     return source, tokenizer

@@ -176,6 +176,13 @@ def _flag_before_each(arguments: Sequence[str], flag: str) -> Iterator[str]:
     "--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="Use this tokenizer.json for all inputs of ids."
 )
 @click.option(
+    "--picture-size",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="HEIGHTxWIDTH",
+    help="Resize the pictures of a prompt to this size, for a folder whose model reads them at their own size.",
+)
+@click.option(
     "--chat-template",
     cls=_Option,
     heading=_SOURCE,
@@ -320,6 +327,7 @@ def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, st
         trust_pickle=flags["trust_pickle"],
         tokenizer=tokenizer is None,
         task=task.name or ("feature-extraction" if task.pooling else None),
+        picture_size=_picture_size(flags["picture_size"]),
     )
     return loaded, tokenizer
 
@@ -456,6 +464,16 @@ def _read(flag: str, path: Path) -> str:
         raise OptionError(f"{flag} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise OptionError(f"{flag} {path} is not UTF-8") from error
+
+
+def _picture_size(text: str | None) -> tuple[int, int] | None:
+    """Return height and width. Raises OptionError for another text."""
+    if text is None:
+        return None
+    numbers = text.split("x")
+    if len(numbers) != 2 or not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise OptionError(f"--picture-size is HEIGHTxWIDTH, such as 448x448, not {text}")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _tokenizer(tokenizer: Path) -> str:

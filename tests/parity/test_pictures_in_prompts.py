@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
@@ -14,7 +15,7 @@ from support.picture_models import MARKER_ID
 
 from tformer_export import Quantization, export
 from tformer_export.sources import load_source
-from tformer_runtime import GenerationOptions, InputError, Model, UnsupportedCallError
+from tformer_runtime import GenerationOptions, InputError, Model, SourceError, UnsupportedCallError
 
 TOKENS = 12
 
@@ -189,6 +190,22 @@ def test_conversation_with_pictures_matches_transformers(exported, model, pictur
     assert chat.send(turns[-1], max_new_tokens=8).token_ids == expected
 
 
+def test_pictures_of_messages_are_named_as_in_transformers(model, pictures):
+    question = {"type": "text", "text": "what?"}
+    encoded = base64.b64encode(pictures[0].read_bytes()).decode()
+    parts = [{"image": pictures[0]}, {"path": str(pictures[0])}, {"base64": encoded}, {"url": str(pictures[0])}]
+    contents = [[{"type": "image", **part}, question] for part in parts]
+    first, *others = (model.prompt([{"role": "user", "content": content}]) for content in contents)
+    assert first["pixel_values"].shape == (1, 3, 16, 16)
+    for other in others:
+        assert np.array_equal(other["input_ids"], first["input_ids"])
+        assert np.array_equal(other["pixel_values"], first["pixel_values"])
+    with pytest.raises(InputError, match=r"https://example.org/a.png is not downloaded: give the name of a file"):
+        model.prompt([{"role": "user", "content": [{"type": "image", "url": "https://example.org/a.png"}, question]}])
+    with pytest.raises(InputError, match="the base64 text of a picture is damaged"):
+        model.prompt([{"role": "user", "content": [{"type": "image", "base64": "?"}, question]}])
+
+
 def test_command_line_puts_pictures_before_the_message(exported, pictures):
     path = exported[2]
     content = conversation(pictures[:2], "what?")
@@ -254,6 +271,11 @@ def test_wrong_pictures_are_refused(exported, model, pictures, tmp_path):
     message = failed(run(path, "<image>", "--image", tmp_path / "none.png"))
     assert message.endswith("none.png cannot be read: No such file or directory")
     assert "names 0 pictures (<image>), and 1 are given" in failed(run(path, "hi", "--image", pictures[0]))
+
+
+def test_prompt_that_is_read_in_both_directions_is_refused():
+    with pytest.raises(SourceError, match="attend to later tokens of the prompt, so that it cannot be decoded"):
+        export(picture_models.paligemma(), "never.onnx")
 
 
 def test_text_model_refuses_pictures(tmp_path, pictures):

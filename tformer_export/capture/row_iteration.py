@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 
-
-@dataclass
-class Rows:
-    """All rows of a tensor, as the only item of its iterator."""
-
-    tensor: torch.Tensor
+from tformer_export.sources.pictures.joined_rows import Rows
 
 
 @dataclass

@@ -15,7 +15,7 @@ reference_pipelines  the source's own results for tasks of single tokens, for ve
 switched_adapters    several PEFT adapters in one model, switched by row
 outcome              the meaning of outputs, by the caller's task
 finish               the caller's overrides of a source
-pictures_module    a module with an axis for the pictures of each row
+pictures/            modules around models that read pictures in their prompt
 """
 
 from tformer_export.common.derived_inputs import Mask, causal, lengths, padding, positions

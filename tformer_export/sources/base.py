@@ -19,7 +19,8 @@ from tformer_export.sources.call.adapter_switch import WithAdapters
 from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
 from tformer_export.sources.call.one_row import OverRows
-from tformer_export.sources.pictures_module import PicturesModule
+from tformer_export.sources.pictures.grid import GridPicturesModule
+from tformer_export.sources.pictures.one_size import PicturesModule
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import ADAPTER_INPUT, OutputMeaning, Placeholder, Preprocessing, SpecialTokens
@@ -135,7 +136,17 @@ class Source:
 def users_module(module: nn.Module) -> nn.Module:
     """Return the user's own module in the modules that wrap it."""
     while isinstance(
-        module, (Adapter, EncodeDecode, OverRows, PicturesModule, PooledModule, WithAdapters, WithContainers)
+        module,
+        (
+            Adapter,
+            EncodeDecode,
+            GridPicturesModule,
+            OverRows,
+            PicturesModule,
+            PooledModule,
+            WithAdapters,
+            WithContainers,
+        ),
     ):
         module = module.module
     return module

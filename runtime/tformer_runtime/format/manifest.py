@@ -63,7 +63,7 @@ import numpy.typing as npt
 from tformer_runtime.base.errors import ModelFileError, OptionError
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 6
+MANIFEST_VERSION = 7
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -305,12 +305,15 @@ class Placeholder:
     token_id: the id of a placeholder.
     marker: the text that stands for an item in a caller's text; empty in a file without a tokenizer.
     replacement: the text that replaces a marker before the text is tokenized.
+    grids: "rows x columns" of a picture that is cut into tiles, each of which is an item → the texts before, between
+        and after the tiles' placeholders; empty for pictures that are one item each.
     """
 
     token_id: int
     positions: int
     marker: str = ""
     replacement: str = ""
+    grids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -481,10 +484,15 @@ class Manifest:
                 "session": _session(data["session"]),
                 "output_meaning": _output_meaning(data["output_meaning"]),
                 "preprocessing": {name: Preprocessing(**step) for name, step in data["preprocessing"].items()},
-                "placeholders": {name: Placeholder(**it) for name, it in data.get("placeholders", {}).items()},
+                "placeholders": {name: _placeholder(it) for name, it in data["placeholders"].items()},
                 "version": MANIFEST_VERSION,
             }
         )
+
+
+def _placeholder(entry: dict[str, Any]) -> Placeholder:
+    grids = {str(grid): tuple(map(str, texts)) for grid, texts in entry["grids"].items()}
+    return Placeholder(**{**entry, "grids": grids})
 
 
 def _extras(stage: dict[str, Any]) -> tuple[ExtraOutput, ...]:

@@ -6,6 +6,8 @@ text_reader    text → ids and the offsets of each token, for single-pass model
 vocabulary     the bytes of each token, for constrained generation
 chat_template  a conversation → a prompt
 audio, images  a file or an array → features
+tiles          a large image → a grid of tiles
+prompt_items   a prompt with pictures → its text and the pictures' pixels
 series         columns of numbers: normalization and windows
 csv_series     a CSV file → a series
 ctc            scores of tokens at each frame → text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
 Template = Callable[[Sequence[Message]], str]
+PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
 
 
 def template_of(manifest: Manifest) -> Template:
@@ -41,21 +43,35 @@ def conversation(messages: Any, system: str | None = None) -> list[Message]:
 
 
 def pictures_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the pictures of a conversation in their order."""
+    """Return the pictures of a conversation in their order. Raise InputError for one that would be downloaded."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part["image"] for content in contents for part in content if part["type"] == "image"]
+    return [_picture_of(part) for content in contents for part in content if part["type"] == "image"]
+
+
+def _picture_of(part: Mapping[Any, Any]) -> Any:
+    """Return the picture of a part of a message."""
+    key = next(key for key in PICTURE_KEYS if part.get(key) is not None)
+    picture = part[key]
+    if isinstance(picture, str) and picture.startswith(("http://", "https://")):
+        raise InputError(f"{picture} is not downloaded: give the name of a file, or the picture itself")
+    if key != "base64":
+        return picture
+    try:
+        return base64.b64decode(picture, validate=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the base64 text of a picture is damaged: {error}") from error
 
 
 def without_pictures(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation for the chat template, which places pictures and does not read them."""
+
+    def placed(part: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        return {**part, "image": "", "base64": ""} if part["type"] == "image" else part
+
+    contents = [message["content"] for message in messages]
     return [
-        message
-        if isinstance(message["content"], str)
-        else {
-            **message,
-            "content": [{**part, "image": ""} if part["type"] == "image" else part for part in message["content"]],
-        }
-        for message in messages
+        message if isinstance(content, str) else {**message, "content": list(map(placed, content))}
+        for message, content in zip(messages, contents, strict=True)
     ]
 
 
@@ -74,7 +90,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_picture_part(value: Mapping[Any, Any]) -> bool:
-    return value.get("type") == "image" and value.get("image") is not None
+    return value.get("type") == "image" and any(value.get(key) is not None for key in PICTURE_KEYS)
 
 
 def compile_template(text: str, tokens: Mapping[str, str]) -> Template:

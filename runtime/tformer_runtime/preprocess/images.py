@@ -1,7 +1,7 @@
 """From an image file to pixels, as transformers' image processors compute them.
 
-resize (filters of Pillow) → center crop → x · scale → (x - mean) / std. Each step is optional. As in transformers'
-pipelines, an image is first rotated by its EXIF data and converted with Pillow's `convert("RGB")`.
+resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. As in
+transformers' pipelines, an image is first rotated by its EXIF data and converted with Pillow's `convert("RGB")`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
+from tformer_runtime.preprocess.tiles import NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,6 +34,7 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"shortest_edge"},
     {"shortest_edge", "longest_edge"},
     {"max_height", "max_width"},
+    {"longest_edge"},  # with tiles
 )
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB. A small compressed file could fill the memory.
 
@@ -49,6 +51,8 @@ class ImagePreprocessor:
     scale: the factor of values from 0 to 255; None for none.
     mean, std: of each channel; empty for none.
     channels: 3 (RGB) or 1 (gray).
+    tile: the edge of square tiles into which the resized image is made; 0 for none.
+    splits: whether an image is cut into tiles (`tiles.cut`). Otherwise it is resized to one.
     """
 
     size: Mapping[str, int] = field(default_factory=dict)
@@ -58,16 +62,30 @@ class ImagePreprocessor:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     channels: int = 3
+    tile: int = 0
+    splits: bool = False
 
     @property
     def shape(self) -> tuple[int, int] | None:
         """Height and width of the pixels; None if they depend on the image."""
+        if self.tile:
+            return self.tile, self.tile
         if self.crop:
             return self.crop[0], self.crop[1]
         return (self.size["height"], self.size["width"]) if "height" in self.size else None
 
     def pixels(self, image: Any) -> npt.NDArray[Any]:
         """Return the pixels of an image, (channels, height, width), as float32; as uint8 without scale and mean.
+
+        Arguments and errors as of `tiles`. An image in tiles must have one.
+        """
+        pixels: npt.NDArray[Any] = self.tiles(image)[0][0]
+        return pixels
+
+    def tiles(self, image: Any) -> tuple[npt.NDArray[Any], Grid]:
+        """Return the pixels of an image's tiles, (tiles, channels, height, width), and its grid.
+
+        An image without tiles is one. The type is float32; uint8 without scale and mean.
 
         image: the name or the bytes of a file, a Pillow image, or an array of uint8, (height, width) or (height, width,
             channels).
@@ -79,7 +97,19 @@ class ImagePreprocessor:
         import_optional("PIL.Image", "reading images needs Pillow", "image")
         with _errors_as_input_errors(name):
             converted = _open(image, name).convert("RGB" if self.channels == 3 else "L")
-        array = np.asarray(self._resize(converted, name))
+        resized, grid = self._resize(converted, name), NO_GRID
+        if not self.tile:
+            return self._values(resized)[None], grid
+        parts = [resized]
+        if self.splits:
+            resized = self._resize_to(resized, whole_tiles_size(self.tile, resized.height, resized.width), name)
+            parts, grid = cut(resized, self.tile, FILTERS.index(self.resample)), grid_of(self.tile, *resized.size[::-1])
+        whole = [self._resize_to(part, (self.tile, self.tile), name) for part in parts]
+        return np.stack([self._values(part) for part in whole]), grid
+
+    def _values(self, image: Image) -> npt.NDArray[Any]:
+        """Return the numbers of a resized image, (channels, height, width)."""
+        array = np.asarray(image)
         values = self._crop(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
         if self.scale is not None:
             values = (values.astype(np.float64) * self.scale).astype(np.float32)
@@ -91,7 +121,13 @@ class ImagePreprocessor:
     def _resize(self, image: Image, name: str) -> Image:
         if not self.size:
             return image
-        height, width = target_size(self.size, image.height, image.width)
+        return self._resize_to(image, target_size(self.size, image.height, image.width), name)
+
+    def _resize_to(self, image: Image, size: tuple[int, int], name: str) -> Image:
+        """Resize an image to a height and a width."""
+        height, width = size
+        if image.size == (width, height) and self.tile:
+            return image
         if min(height, width) < 1 or height * width > MAX_PIXELS:
             raise InputError(
                 f"{name} is {image.width} × {image.height} pixels and would be resized to {width} × {height}: cut "
@@ -139,6 +175,10 @@ class ImagePreprocessor:
             raise ValueError(f"a size has the names {known}, not {', '.join(self.size)}")
         if not all(_whole(n) for n in (*self.size.values(), *self.crop)) or len(self.crop) not in (0, 2):
             raise ValueError("sizes are whole numbers of 1 or more, two of them for a crop: height and width")
+        if self.tile and (not _whole(self.tile) or self.crop or set(self.size) != {"longest_edge"}):
+            raise ValueError("tiles have a whole edge of 1 or more, follow a longest edge and are not cropped")
+        if self.tile == 0 and set(self.size) == {"longest_edge"}:
+            raise ValueError("a longest edge alone is for tiles")
         if self.resample not in FILTERS:
             raise ValueError(f"resample is one of {', '.join(FILTERS)}, not {self.resample!r}")
         if self.channels not in (1, 3):
@@ -173,6 +213,8 @@ def target_size(size: Mapping[str, int], height: int, width: int) -> tuple[int, 
     if "max_height" in size:
         ratio = min(size["max_height"] / height, size["max_width"] / width)
         return int(height * ratio), int(width * ratio)
+    if "shortest_edge" not in size:
+        return rescaled_size(size["longest_edge"], height, width)
     short, long = min(height, width), max(height, width)
     edge, exact = size["shortest_edge"], float(size["shortest_edge"])
     max_edge = size.get("longest_edge")

@@ -17,6 +17,7 @@ from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError
 from tformer_runtime.format.manifest import Manifest, Placeholder, RequestInput
 from tformer_runtime.preprocess.images import ImagePreprocessor, is_picture
+from tformer_runtime.preprocess.tiles import NO_GRID, Grid, grid_name
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,19 @@ class PromptItems:
         else:
             prompt, pictures = input, None
         values = self._listed(pictures)
-        positions = len(values) * self.placeholder.positions
-        if positions >= self.max_length:  # before any picture is decoded
-            raise InputError(
-                f"{len(values)} pictures take {positions} tokens and the model holds {self.max_length}: give fewer"
-            )
+        self._check_positions(len(values), len(values))  # before any picture is decoded
+        tiles, grids = self._tiles(values)
         if isinstance(prompt, str):
-            prompt = self._expanded(prompt, len(values))
-        return prompt, {self.spec.name: self._pixels(values)}
+            prompt = self._expanded(prompt, grids)
+        return prompt, {self.spec.name: tiles}
+
+    def _check_positions(self, pictures: int, tiles: int) -> None:
+        """Raise InputError for pictures that the model does not hold."""
+        positions = tiles * self.placeholder.positions
+        if positions >= self.max_length:
+            raise InputError(
+                f"{pictures} pictures take {positions} tokens and the model holds {self.max_length}: give fewer"
+            )
 
     def check(self, ids: Ints, sources: Mapping[str, Array]) -> None:
         """Raise InputError unless the ids hold the placeholders of the pictures."""
@@ -86,37 +92,56 @@ class PromptItems:
             raise InputError(f"{self.spec.name} takes a list of pictures; a single picture is a list of one: [picture]")
         return pictures  # type: ignore[no-any-return]
 
-    def _expanded(self, text: str, pictures: int) -> str:
+    def _expanded(self, text: str, grids: Sequence[Grid]) -> str:
         """Return a text with the placeholders of each picture in the place of its marker."""
         marker = self.placeholder.marker
-        found = text.count(marker) if marker else 0
-        if found != pictures:
+        parts = text.split(marker) if marker else [text]
+        if len(parts) - 1 != len(grids):
             raise InputError(
-                f"the text names {found} pictures ({marker}), and {pictures} are given: write {marker} where each "
-                "picture belongs, or use the chat template of the file"
+                f"the text names {len(parts) - 1} pictures ({marker}), and {len(grids)} are given: write {marker} "
+                "where each picture belongs, or use the chat template of the file"
             )
-        return text.replace(marker, self.placeholder.replacement) if marker else text
+        replacements = [self._replacement(grid) for grid in grids]
+        return parts[0] + "".join(text + part for text, part in zip(replacements, parts[1:], strict=True))
 
-    def _pixels(self, pictures: Sequence[Any]) -> Array:
-        """Return the pixels of all pictures, (pictures, …). Raise InputError with the number of a bad picture."""
+    def _replacement(self, grid: Grid) -> str:
+        """Return the text that stands for a picture of a grid."""
+        if grid == NO_GRID:
+            return self.placeholder.replacement
+        between = self.placeholder.grids.get(grid_name(grid))
+        if between is None:
+            raise InputError(
+                f"a picture becomes {grid[0]} × {grid[1]} tiles, which the model does not read: change its shape"
+            )
+        return (self.placeholder.marker * self.placeholder.positions).join(between)
+
+    def _tiles(self, pictures: Sequence[Any]) -> tuple[Array, list[Grid]]:
+        """Return the pixels of the tiles of all pictures, (tiles, …), and the grid of each picture.
+
+        Raise InputError with the number of a bad picture.
+        """
         shape = tuple(self.spec.shape[2:])
-        pixels: Array = np.zeros((len(pictures), *map(int, shape)), self.spec.dtype)
+        tiles, grids = [np.zeros((0, *map(int, shape)), self.spec.dtype)], []
         for number, picture in enumerate(pictures, 1):
             try:
-                pixels[number - 1] = self._pixels_of(picture, shape)
+                pixels, grid = self._pixels_of(picture, shape)
             except InputError as error:
                 raise InputError(f"picture {number}: {error}" if len(pictures) > 1 else str(error)) from error
-        return pixels
+            tiles.append(pixels)
+            grids.append(grid)
+            self._check_positions(len(pictures), sum(map(len, tiles)))
+        return np.concatenate(tiles).astype(self.spec.dtype, copy=False), grids
 
-    def _pixels_of(self, picture: Any, shape: tuple[int | str, ...]) -> Array:
+    def _pixels_of(self, picture: Any, shape: tuple[int | str, ...]) -> tuple[Array, Grid]:
+        """Return the tiles of a picture, and its grid. Pixels of the caller are one tile."""
         if is_picture(picture):
             if self.images is None:
                 raise InputError(f"the file does not say how pictures become {self.spec.name}: give pixels {shape}")
-            return self.images.pixels(picture)
+            return self.images.tiles(picture)
         try:
             pixels = np.asarray(picture, self.spec.dtype)
         except (TypeError, ValueError) as error:
             raise InputError(f"{self.spec.name} takes pictures or arrays of {self.spec.dtype}: {error}") from error
         if pixels.shape != shape or not np.isfinite(pixels).all():
             raise InputError(f"{self.spec.name} takes finite numbers {shape}, and this is {pixels.shape}")
-        return pixels
+        return pixels[None], NO_GRID

@@ -98,7 +98,11 @@ def is_transformers_model(module: Any) -> bool:
 
 
 def from_folder(
-    path: str | os.PathLike[str], step_input: str | None = None, tokenizer: bool = True, task: str | None = None
+    path: str | os.PathLike[str],
+    step_input: str | None = None,
+    tokenizer: bool = True,
+    task: str | None = None,
+    picture_size: tuple[int, int] | None = None,
 ) -> Source:
     """Load a folder with config.json and weights, and optionally a tokenizer, a chat template and modules.json.
 
@@ -108,6 +112,7 @@ def from_folder(
     step_input: the caller's name of the step input, which has to be that of the model.
     tokenizer: whether to read the tokenizer of the folder.
     task: the task to load the folder for; by default that of the saved class.
+    picture_size: height and width of the pictures of a prompt, for a model that reads pictures at their own size.
 
     Raises SourceError for missing files, and for weights that are missing, unexpected or misshapen, which are all
     listed.
@@ -126,7 +131,7 @@ def from_folder(
         processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if sound else (None, None)
         if loaded_task == ANSWERS_PICTURES:
             processors = (None, load_prompt_processor(folder) if tokenizer else None)
-        source = from_transformers(module, name, loaded_task, *processors)
+        source = from_transformers(module, name, loaded_task, *processors, picture_size=picture_size)
         if adapter is not None:
             merge_checked(peft_model, source, adapter)
         source = replace(source, packed_weights=packed)
@@ -268,7 +273,12 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def from_transformers(
-    module: Any, name: str | None = None, task: str | None = None, extractor: Any = None, tokenizer: Any = None
+    module: Any,
+    name: str | None = None,
+    task: str | None = None,
+    extractor: Any = None,
+    tokenizer: Any = None,
+    picture_size: tuple[int, int] | None = None,
 ) -> Source:
     """Read a transformers model in memory.
 
@@ -280,13 +290,15 @@ def from_transformers(
     padding. For single-pass models see `single_pass`, `images` and `audio`.
     """
     task = task or task_of_class(type(module)) or GENERATES
+    if picture_size is not None and task != ANSWERS_PICTURES:
+        raise SourceError(f"{type(module).__name__} reads no pictures in its prompt: leave --picture-size out")
     config, generation = module.config, getattr(module, "generation_config", None)
     if task == RECOGNIZES and config.is_encoder_decoder:
         special, defaults = _special(config, generation), read_generation_defaults(generation, 1, None)
         name = name or type(module).__name__
         return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
     if task == ANSWERS_PICTURES:
-        return _from_picture_prompt_model(module, name or type(module).__name__, tokenizer)
+        return _from_picture_prompt_model(module, name or type(module).__name__, tokenizer, picture_size)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
         return from_image_model(module, task, name)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name in AUDIO_INPUTS:
@@ -317,7 +329,7 @@ def from_transformers(
     )
 
 
-def _from_picture_prompt_model(module: Any, name: str, processor: Any) -> Source:
+def _from_picture_prompt_model(module: Any, name: str, processor: Any, picture_size: tuple[int, int] | None) -> Source:
     config, generation = module.config, getattr(module, "generation_config", None)
     if config.is_encoder_decoder or not reads_pictures(module):
         raise SourceError(
@@ -330,7 +342,7 @@ def _from_picture_prompt_model(module: Any, name: str, processor: Any) -> Source
     def defaults(limit: int | None) -> dict[str, Any]:
         return read_generation_defaults(generation, 0, limit)
 
-    return from_picture_prompt_model(module, name, processor, special, defaults)
+    return from_picture_prompt_model(module, name, processor, special, defaults, picture_size)
 
 
 def _special(config: Any, generation: Any, inner: Any = None) -> SpecialTokens:

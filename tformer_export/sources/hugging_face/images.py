@@ -226,6 +226,9 @@ def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
         std=numbers("image_std"),
         channels=channels,
     )
+    if set(preprocessor.size) == {"longest_edge"}:  # tiles of the size that the encoder reads
+        tile, splits = named("max_image_size").get("longest_edge", 0), bool(setting("do_image_splitting"))
+        preprocessor = replace(preprocessor, tile=tile, splits=splits)
     candidates = [preprocessor]
     edge, share = preprocessor.size.get("shortest_edge"), setting("crop_pct")
     if edge is not None and share:  # the crop as a share of the resized picture
@@ -243,7 +246,8 @@ def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expec
     """Return the greatest difference of the runtime's pixels over that of rounding; infinite for other sizes."""
     worst = 0.0
     for picture, pixels in zip(pictures, expected, strict=True):
-        ours = preprocessor.pixels(picture)
+        ours, _ = preprocessor.tiles(picture)
+        ours = ours if preprocessor.tile else ours[0]
         if ours.shape != pixels.shape:
             return float("inf")
         allowed = ROUNDING_ERROR * max(1.0, float(np.abs(pixels).max()))
@@ -253,6 +257,8 @@ def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expec
 
 def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray:
     """Return the pixels of the processor, (channels, height, width) float32, for the picture in RGB or gray.
+
+    Tiles have an axis before these.
 
     transformers' pipelines pass images in RGB. Raises SourceError for a processor that fails.
     """

@@ -6,25 +6,32 @@ that stands for a picture in a prompt. Both are read by running them, so the cla
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode
+from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.signature import parameters_of
+from tformer_export.sources.hugging_face.grid_pictures import GridProcessor, check_grid, read_grid, reads_grid
 from tformer_export.sources.hugging_face.images import draw_pictures, load_processor, read_picture_steps
-from tformer_export.sources.pictures_module import IDS, PIXELS, PicturesModule
+from tformer_export.sources.pictures.grid import GridPicturesModule
+from tformer_export.sources.pictures.one_size import IDS, PIXELS, PicturesModule
 from tformer_export.sources.task_names import ANSWERS_PICTURES
 from tformer_export.sources.tokenizer import read_prompt_tokenizer
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import Placeholder, SpecialTokens
+from tformer_runtime.preprocess.images import ImagePreprocessor
+from tformer_runtime.preprocess.tiles import NO_GRID, grid_name, reachable_grids
 
 TEXT_TOKENS = 512  # of the default maximum length
 DEFAULT_PICTURES = 4  # of the default maximum length
+MAX_GRIDS = 256  # of tiles, in a file
 IGNORED_OUTPUTS = {IDS, PIXELS, "attention_mask"}  # of a processor; rows run without padding of their own
 FIXED = {"use_cache": False}
 
@@ -48,7 +55,8 @@ def load_prompt_processor(folder: Path) -> Any | None:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise SourceError(f"{folder}'s processor cannot be loaded: {reason}") from error
+        hint = "" if importlib.util.find_spec("torchvision") else ". If it reads videos too: pip install torchvision"
+        raise SourceError(f"{folder}'s processor cannot be loaded: {reason}{hint}") from error
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         return None
     processor.image_processor = images
@@ -61,29 +69,43 @@ def from_picture_prompt_model(
     processor: Any | None,
     special: SpecialTokens,
     defaults: Callable[[int | None], Mapping[str, Any]],
+    picture_size: tuple[int, int] | None = None,
 ) -> Source:
     """Read a model that continues a prompt with pictures.
 
     processor: transformers' own, of texts and pictures; without it the file takes ids and pixels.
     special: special tokens. defaults: from the greatest length to the generation options of its generation config.
+    picture_size: height and width of all pictures, for a model that reads pictures at their own size.
 
     Raises SourceError for a model or a processor whose pictures do not all have one size and one number of positions.
     """
     single, text_config = as_float32(module), module.config.get_text_config()
-    images = None if processor is None else read_picture_steps(processor.image_processor, 3)
-    shape = (3, *(_config_size(module.config) if images is None else images.shape or ()))
-    pixels = torch.randn((1, *shape), generator=torch.Generator().manual_seed(0))
-    positions, has_axis = _count_positions(single, pixels)
     token = _placeholder_id(module.config)
     assert token is not None
+    wrapped: PicturesModule | GridPicturesModule
+    if reads_grid(single):
+        grid = read_grid(single, picture_size)
+        shape, positions = (3, grid.height, grid.width), grid.positions
+        wrapped = GridPicturesModule(single, grid, token)
+        processor = None if processor is None else GridProcessor(processor, grid)
+        images = None if processor is None else processor.images
+    else:
+        if picture_size is not None:
+            raise SourceError(f"{type(module).__name__} determines the size of its pictures: leave --picture-size out")
+        images = None if processor is None else read_picture_steps(processor.image_processor, 3)
+        shape = (3, *(_config_size(module.config) if images is None else images.shape or ()))
+        positions, has_axis = _count_positions(single, _draw_pixels(shape))
+        wrapped = PicturesModule(single, has_axis)
     placeholder = Placeholder(token, positions)
     if processor is not None:
-        placeholder = _with_texts(placeholder, processor)
-    wrapped = PicturesModule(single, has_axis)
-    example = {PIXELS: pixels.expand(2, 1, *shape).clone(), IDS: _example_ids(placeholder)}
+        assert images is not None
+        placeholder = _with_texts(placeholder, processor, images)
+    example = {PIXELS: _draw_pixels(shape).expand(2, 1, *shape).clone(), IDS: _example_ids(placeholder)}
+    _check_looks_back(wrapped, example)
     limits = [getattr(text_config, limit, None) for limit in ("max_position_embeddings", "n_positions")]
     limit = min((n for n in limits if isinstance(n, int) and n > 0), default=None)
-    default_length = TEXT_TOKENS + DEFAULT_PICTURES * positions
+    longest = positions if processor is None else _longest_picture(placeholder, processor.tokenizer)
+    default_length = TEXT_TOKENS + DEFAULT_PICTURES * longest
     source = Source(
         module=Adapter(wrapped, list(example), fixed_arguments=FIXED),
         example=example,
@@ -101,7 +123,9 @@ def from_picture_prompt_model(
         chat_tokens={} if processor is None else _chat_tokens(processor.tokenizer),
         prompt_pipeline=None if processor is None else make_prompt_pipeline(processor),
     )
-    if processor is not None:
+    if isinstance(wrapped, GridPicturesModule) and processor is not None:
+        check_grid(wrapped, single, processor)
+    elif processor is not None:
         _check_inputs(source, single, processor)
     return source
 
@@ -129,34 +153,86 @@ def _processed(processor: Any, text: str, pictures: Sequence[Any], **options: An
     return read
 
 
-def _with_texts(placeholder: Placeholder, processor: Any) -> Placeholder:
-    """Add the marker of a picture in a text, and the text that replaces it.
+def _with_texts(placeholder: Placeholder, processor: Any, images: ImagePreprocessor) -> Placeholder:
+    """Add the marker of a picture in a text, and the texts that replace it.
 
-    Raises SourceError if the number of positions depends on the picture.
+    images: of the file. Raises SourceError if the number of positions depends on the picture other than by its tiles.
     """
     marker = getattr(processor, "image_token", None)
-    kind = type(processor).__name__
     if not isinstance(marker, str) or not marker:
-        raise SourceError(f"the processor {kind} names no image_token, the text that stands for a picture in a prompt")
-    replacements = set()
-    for picture in draw_pictures():
-        read = _processed(processor, marker, [picture.convert("RGB")], return_text_replacement_offsets=True)
-        ((offsets, *_), *others) = read.get("text_replacement_offsets") or [[None]]
-        if offsets is None or others:
-            raise SourceError(f"the processor {kind} does not say which text stands for a picture in a prompt")
-        replacements.add(str(offsets["replacement"]))
-        placeholders = int((np.asarray(read[IDS]) == placeholder.token_id).sum())
-        if placeholders != placeholder.positions:
-            raise SourceError(
-                f"the processor {kind} gives a picture of {picture.width} × {picture.height} pixels {placeholders} "
-                f"placeholders, and the model computes {placeholder.positions} embeddings for a picture of the one "
-                "size that is supported: pictures that are split into tiles or keep their size are not supported: "
-                "switch that off in the processor's config if it has a setting for it (such as do_image_splitting, "
-                "crop_to_patches)"
-            )
+        raise SourceError(
+            f"the processor {type(processor).__name__} names no image_token, the text that stands for a picture in a "
+            "prompt"
+        )
+    placeholder = replace(placeholder, marker=marker)
+    replacements = {_replacement(placeholder, processor, picture, 1) for picture in _one_tile_pictures(images)}
     if len(replacements) > 1:
-        raise SourceError(f"the text by which the processor {kind} replaces a picture depends on the picture")
-    return Placeholder(placeholder.token_id, placeholder.positions, marker, replacements.pop())
+        raise SourceError(
+            f"the text by which the processor {type(processor).__name__} replaces a picture depends on the picture"
+        )
+    return replace(
+        placeholder, replacement=next(iter(replacements), ""), grids=_texts_of_grids(placeholder, processor, images)
+    )
+
+
+def _one_tile_pictures(images: ImagePreprocessor) -> list[Any]:
+    """Draw the pictures that are not cut into tiles."""
+    pictures = [picture.convert("RGB") for picture in draw_pictures()]
+    if not images.splits:
+        return pictures
+    size = reachable_grids(images.size, images.tile).get(NO_GRID)
+    return [] if size is None else [pictures[0].resize(size[::-1])]
+
+
+def _texts_of_grids(placeholder: Placeholder, processor: Any, images: ImagePreprocessor) -> dict[str, tuple[str, ...]]:
+    """Return the texts around the tiles of each grid that a picture can have. Raises SourceError if they do not fit."""
+    if not images.splits:
+        return {}
+    sizes = reachable_grids(images.size, images.tile)
+    sizes.pop(NO_GRID, None)
+    if len(sizes) > MAX_GRIDS:
+        raise SourceError(f"pictures are cut into {len(sizes)} grids of tiles, and at most {MAX_GRIDS} are supported")
+    picture = draw_pictures()[0].convert("RGB")
+    texts = {}
+    for grid, (height, width) in sizes.items():
+        tiles = grid[0] * grid[1] + 1
+        text = _replacement(placeholder, processor, picture.resize((width, height)), tiles)
+        between = tuple(text.split(placeholder.marker * placeholder.positions))
+        if len(between) != tiles + 1 or any(placeholder.marker in part for part in between):
+            raise SourceError(
+                f"the processor {type(processor).__name__} does not keep the placeholders of each tile together"
+            )
+        texts[grid_name(grid)] = between
+    return texts
+
+
+def _replacement(placeholder: Placeholder, processor: Any, picture: Any, tiles: int) -> str:
+    """Return the text by which the processor replaces the marker of a picture of a number of tiles.
+
+    Raises SourceError if the picture gets another number of placeholders.
+    """
+    kind = type(processor).__name__
+    read = _processed(processor, placeholder.marker, [picture], return_text_replacement_offsets=True)
+    ((offsets, *_), *others) = read.get("text_replacement_offsets") or [[None]]
+    if offsets is None or others:
+        raise SourceError(f"the processor {kind} does not say which text stands for a picture in a prompt")
+    placeholders = int((np.asarray(read[IDS]) == placeholder.token_id).sum())
+    if placeholders != tiles * placeholder.positions:
+        raise SourceError(
+            f"the processor {kind} gives a picture of {picture.width} × {picture.height} pixels {placeholders} "
+            f"placeholders, and the model computes {tiles * placeholder.positions} embeddings for {tiles} tiles of the "
+            "one size that is supported: pictures that keep their size, or whose tiles the file does not know, are "
+            "not supported: switch that off in the processor's config if it has a setting for it (such as "
+            "crop_to_patches)"
+        )
+    return str(offsets["replacement"])
+
+
+def _longest_picture(placeholder: Placeholder, tokenizer: Any) -> int:
+    """Return the greatest number of tokens of a picture."""
+    texts = [(placeholder.marker * placeholder.positions).join(between) for between in placeholder.grids.values()]
+    counts = [len(tokenizer(text)[IDS]) for text in (placeholder.replacement, *texts)]
+    return max(placeholder.positions, *counts)
 
 
 def _check_inputs(source: Source, module: Any, processor: Any) -> None:
@@ -176,6 +252,25 @@ def _check_inputs(source: Source, module: Any, processor: Any) -> None:
             f"the model's results depend on {', '.join(names)}, which the processor {type(processor).__name__} gives "
             "besides ids and pixels, and which a file cannot compute: models that let the prompt attend to later "
             "positions, or give pictures positions of their own, are not supported"
+        )
+
+
+def _draw_pixels(shape: tuple[int, ...]) -> torch.Tensor:
+    """Draw the pixels of one picture, (1, channels, height, width)."""
+    return torch.randn((1, *shape), generator=torch.Generator().manual_seed(0))
+
+
+def _check_looks_back(module: torch.nn.Module, example: Mapping[str, torch.Tensor]) -> None:
+    """Raise SourceError if tokens of a prompt attend to later ones: logits change when a token is appended."""
+    longer = torch.cat([example[IDS], example[IDS][:, -1:]], 1)
+    with eval_mode(module), torch.no_grad():
+        before = module(**example, **FIXED).logits
+        after = module(**{**example, IDS: longer}, **FIXED).logits[:, :-1]
+    if not torch.allclose(before, after, rtol=1e-3, atol=1e-3):
+        raise SourceError(
+            f"{type(users_module(module)).__name__} lets the tokens of a prompt attend to later tokens of the prompt, "
+            "so that it cannot be decoded step by step: models whose prompt is read in both directions are not "
+            "supported"
         )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tformer_export.sources.pictures.whole_batch import AllItemsKept
+
 PIXELS, IDS = "pixel_values", "input_ids"  # names in all models and processors of transformers
 
 
@@ -29,4 +31,5 @@ class PicturesModule(nn.Module):
         if pixel_values.shape[1] == 0:
             return self.module(input_ids=input_ids, **others)
         pixels = pixel_values if self.has_picture_axis else pixel_values.flatten(0, 1)
-        return self.module(input_ids=input_ids, pixel_values=pixels, **others)
+        with AllItemsKept():
+            return self.module(input_ids=input_ids, pixel_values=pixels, **others)
