@@ -33,6 +33,7 @@ from tformer_export.analysis.determinism import (
     refuse_mixed_rows,
     refuse_not_finite,
     refuse_random,
+    refuse_random_module,
     rehearse,
     warm_up,
 )
@@ -259,8 +260,11 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
     try:
         return trace(module)
     except (TraceFailedError, UnsupportedModelError) as failure:
+        repeats = rehearse(source).repeats
+        if not repeats:
+            refuse_random_module(source)
         try:
-            rebuilt = _rebuild(module, source, longest) if rehearse(source).repeats else None
+            rebuilt = _rebuild(module, source, longest) if repeats else None
         except LoopError as error:
             raise UnsupportedModelError(explain_loop(error)) from error
         if rebuilt is not None:

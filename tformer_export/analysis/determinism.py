@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
 from tformer_export.common.module_state import WriteUndo, is_same, unchanged
-from tformer_export.common.source_lines import error_summary, line_of_error, users_name
+from tformer_export.common.source_lines import error_summary, find_users_place, line_of_error, users_name
 from tformer_export.sources import Source
 from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
 
@@ -77,6 +78,51 @@ def warm_up(source: Source) -> None:
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def refuse_random_module(source: Source) -> None:
+    """Refuse a module that draws random numbers and that cannot be traced: the draw is the first thing to change.
+
+    The module's outputs differ from run to run. Without a random operation of torch, nothing is refused.
+    """
+    with (
+        unchanged(source.module),
+        WriteUndo(source.module, []),
+        torch.random.fork_rng(devices=[]),
+        contextlib.suppress(RuntimeError),
+        _FirstDraw() as draw,
+    ):
+        _outputs(source.module, source.example)
+    if draw.place is not None:
+        raise UnsupportedModelError(_draws(draw.place))
+
+
+class _FirstDraw(TorchDispatchMode):
+    """Finds the first operation that gives other numbers when it is run again: `place` is its name and line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.place is None and torch.Tag.nondeterministic_seeded in func.tags:
+            runs = [pytree.tree_leaves(func(*_cloned(args), **_cloned(kwargs))) for _ in range(2)]
+            if not all(is_same(a, b) for a, b in zip(*runs, strict=True) if isinstance(a, torch.Tensor)):
+                self.place = f"`{func}` at {find_users_place(traceback.walk_stack(None))}"
+        return func(*args, **kwargs)
+
+
+def _cloned(values: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, values)
+
+
+def _draws(operation: str) -> str:
+    return (
+        f"{operation} gives something else each time it runs, and the output with it, "
+        "so no file could be compared with the model. Switch it off outside training (training=self.training), or "
+        "draw its numbers once in __init__ and keep them as a buffer"
+    )
+
+
 def refuse_random(captured: CapturedGraph, rehearsal: Rehearsal) -> None:
     """Refuse a model with different outputs for the same inputs, and name the first operation that differs."""
     with torch.random.fork_rng(devices=[]):
@@ -86,11 +132,7 @@ def refuse_random(captured: CapturedGraph, rehearsal: Rehearsal) -> None:
             return  # staging reports the error
     if not is_same(first[captured.output], second[captured.output]):
         node = next(n for n in captured.nodes if n in first and not is_same(first[n], second[n]))
-        raise UnsupportedModelError(
-            f"{describe_node(node)} gives something else each time it runs, and the output with it, "
-            "so no file could be compared with the model. Switch it off outside training (training=self.training), or "
-            "draw its numbers once in __init__ and keep them as a buffer"
-        )
+        raise UnsupportedModelError(_draws(describe_node(node)))
     if not rehearsal.repeats:
         reason = (
             f"it changes {', '.join(rehearsal.changed)}" if rehearsal.changed else "it draws random numbers in Python"

@@ -30,7 +30,7 @@ from torch.fx.proxy import TracerBase
 from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.row_iteration import rows_joined
-from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.trace_errors import TRACE_LOGGERS, SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
@@ -327,7 +327,7 @@ def _trace(
         TORCH_PATCH_LOCK,
         torch.no_grad(),
         warnings.catch_warnings(),
-        quiet("torch.fx.experimental.symbolic_shapes"),
+        quiet(*TRACE_LOGGERS),
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
         _causal_mask_hints_kept(),
         _data_detached(),

@@ -27,6 +27,7 @@ from tformer_export.common.log_silence import quiet
 from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
+TRACE_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
 InputAxis = tuple[str, int]  # an input's name and one of its axes
@@ -199,7 +200,7 @@ def _growth(
             with (
                 torch.no_grad(),
                 warnings.catch_warnings(),
-                quiet("torch.fx.experimental.symbolic_shapes"),
+                quiet(*TRACE_LOGGERS),
                 contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
                 torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True),
             ):

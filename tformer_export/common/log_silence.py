@@ -11,12 +11,15 @@ from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let loggers with these names report errors alone. Levels are process-wide, so exports of other threads wait."""
+    """Silence loggers with these names: their errors are raised as well, and explained.
+
+    Levels are process-wide, so exports of other threads wait.
+    """
     with TORCH_PATCH_LOCK:
         loggers = [logging.getLogger(name) for name in names]
         levels = [logger.level for logger in loggers]
         for logger in loggers:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         try:
             yield
         finally:

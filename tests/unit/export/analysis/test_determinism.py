@@ -61,6 +61,18 @@ def test_random_operation_is_refused(mixer, operation, tmp_path):
     )
 
 
+class NoisyChoice(Mixer):
+    def forward(self, x, tgt):
+        noisy = x + torch.randn_like(x)  # HERE
+        return noisy if int(noisy.mean((0, 1)).argmax()) % 2 else 2 * noisy
+
+
+def test_random_operation_is_named_before_the_branch_that_it_decides(tmp_path):
+    assert f"`aten.randn_like.default` at {here(NoisyChoice.forward)} gives something else each time" in refusal(
+        NoisyChoice, tmp_path
+    )
+
+
 class RandomInPython(Mixer):
     def forward(self, x, tgt):
         return x * random.random()
