@@ -95,11 +95,11 @@ def refuse_random_module(source: Source) -> None:
         raise UnsupportedModelError(_draws(draw.place))
 
 
-class _FirstDraw(TorchDispatchMode):
+class _FirstDraw(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds the first operation that gives other numbers when it is run again: `place` is its name and line."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.place: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,8 +107,15 @@ class _FirstDraw(TorchDispatchMode):
         if self.place is None and torch.Tag.nondeterministic_seeded in func.tags:
             runs = [pytree.tree_leaves(func(*_cloned(args), **_cloned(kwargs))) for _ in range(2)]
             if not all(is_same(a, b) for a, b in zip(*runs, strict=True) if isinstance(a, torch.Tensor)):
-                self.place = f"`{func}` at {find_users_place(traceback.walk_stack(None))}"
+                self.place = f"`{func}` at {_running_line()}"
         return func(*args, **kwargs)
+
+
+def _running_line() -> str:
+    """Return the line of the user's module that runs below `_outputs`."""
+    walked = list(traceback.walk_stack(None))[::-1]
+    start = max(i for i, (frame, _) in enumerate(walked) if frame.f_code is _outputs.__code__)
+    return find_users_place(walked[start + 1 :])
 
 
 def _cloned(values: Any) -> Any:
