@@ -41,6 +41,7 @@ from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.last_position import keep_all_positions
+from tformer_export.analysis.own_caches import keep_written_keys
 from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
@@ -323,6 +324,7 @@ def analyse_model(
     einsums_to_products(graph)
     unshift(graph)
     recognition = recognise(graph)
+    keep_written_keys(graph)
     if cross_attentions is not None and cross_attentions is not False:
         add_cross_attentions(graph, cross_attentions)
     if attentions:

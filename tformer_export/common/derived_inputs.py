@@ -26,6 +26,7 @@ class Mask:
     keep: the value of a mask where a position may be read; "additive" means 0 there and −inf elsewhere.
     dtype: the dtype of the argument.
     shape: its axes: "batch", "time" (of the input `of`), the name of another input for the length of that input, or 1.
+        The last axis of a causal mask may be a number of keys: those behind the sequence are hidden.
     start: the first position.
     """
 
@@ -43,9 +44,11 @@ class Mask:
             raise OptionError(f"keep is True, False or 'additive', not {self.keep!r}")
         if self.keep == "additive" and not self.dtype.is_floating_point:
             raise OptionError(f"an additive mask is of a floating point dtype, not {self.dtype}")
-        if batches > 1 or any(isinstance(axis, int) and axis != 1 for axis in self.shape):
+        keys = self.shape[-1] if self.kind == "causal" else 1
+        sizes = [axis for axis in self.shape if isinstance(axis, int) and axis != 1]
+        if batches > 1 or sizes not in ([], [keys]):
             raise OptionError(f"{subject} has 'batch' once at most, and no size but 1: not {self.shape}")
-        if self.kind == "causal" and times != 2:
+        if self.kind == "causal" and times + len(sizes) != 2:
             raise OptionError(f"{subject} has 'time' twice, for queries and keys: not {self.shape}")
         if self.kind == "padding" and not (times and batches):
             raise OptionError(f"{subject} has 'batch' and 'time': not {self.shape}")
@@ -72,21 +75,36 @@ class Mask:
         if self.kind == "causal":
             allowed = torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril()
             if padded and BATCH in self.shape:
-                return self._encoded(self._arranged(allowed & keep[:, None], (BATCH, "query", TIME), keep, lengths))
-            return self._encoded(self._arranged(allowed, ("query", TIME), keep, lengths))
+                arranged = self._arranged(allowed & keep[:, None], (BATCH, "query", TIME), keep, lengths)
+            else:
+                arranged = self._arranged(allowed, ("query", TIME), keep, lengths)
+            return self._encoded(self._with_room(arranged))
         return self._encoded(self._arranged(keep, (BATCH, TIME), keep, lengths))
 
     def _arranged(
         self, value: torch.Tensor, axes: tuple[str, ...], keep: torch.Tensor, lengths: Mapping[Axis, int]
     ) -> torch.Tensor:
         """Return a value with these axes in the order of `shape`, repeated along the axes that it lacks."""
-        key = len(self.shape) - 1 - self.shape[::-1].index(TIME)  # the last "time" is the axis of keys
-        shape = ["query" if axis == TIME and at != key else axis for at, axis in enumerate(self.shape)]
+        axes_of = (*self.shape[:-1], TIME) if self._number_of_keys else self.shape
+        key = len(axes_of) - 1 - axes_of[::-1].index(TIME)  # the last "time" is the axis of keys
+        shape = ["query" if axis == TIME and at != key else axis for at, axis in enumerate(axes_of)]
         sizes: dict[Axis, int] = {BATCH: keep.shape[0], TIME: keep.shape[1], "query": keep.shape[1], 1: 1, **lengths}
         value = value.permute([axes.index(str(axis)) for axis in shape if axis in axes])
         for at, axis in enumerate(shape):
             value = value if axis in axes else value.unsqueeze(at)
         return value.expand([-1 if axis in axes else sizes[axis] for axis in shape])
+
+    @property
+    def _number_of_keys(self) -> int | None:
+        """The fixed number of keys of a causal mask."""
+        keys = self.shape[-1] if self.kind == "causal" else 1
+        return keys if isinstance(keys, int) and keys != 1 else None
+
+    def _with_room(self, allowed: torch.Tensor) -> torch.Tensor:
+        """Hide the keys behind the sequence."""
+        if self._number_of_keys is None:
+            return allowed
+        return torch.nn.functional.pad(allowed, (0, self._number_of_keys - allowed.shape[-1]))
 
     def _encoded(self, keep: torch.Tensor) -> torch.Tensor:
         if self.keep == "additive":
@@ -119,7 +137,9 @@ def causal(
     """Describe a causal mask: each position of the input `of` may attend to itself and to earlier positions.
 
     keep, dtype: see `padding`.
-    shape: ("time", "time"). With "batch", such as ("batch", 1, "time", "time"), the mask hides padding as well.
+    shape: ("time", "time"). With "batch", such as ("batch", 1, "time", "time"), the mask hides padding as well. With a
+        number, such as ("time", 4096), it has as many keys, and those behind the sequence are hidden: for a forward
+        that attends to a cache of this length.
     """
     return Mask("causal", of, keep, dtype or _dtype(keep), tuple(shape))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from tformer_export.sources.call.encode_decode import callable_module
 from tformer_export.sources.call.free_axes import Axes, AxisProbe
 from tformer_export.sources.call.heads import find_heads
 from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
+from tformer_export.sources.call.own_caches import MAX_AXES, cache_axes
 from tformer_export.sources.call.signature import parameters_of, required_parameters
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
@@ -67,7 +68,10 @@ def from_module(
     call = _Call(adapted, fixed, described, step_input, output, find_heads(users_module(adapted), head))
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
-    adapter = call.adapt(tensors, free.axes, flat_logits=_has_flat_logits(adapter, inputs))[0]
+    is_flat, written = _try_once(adapter, inputs)
+    if written:
+        call = call.with_fresh_caches(written, tensors, free.axes)
+    adapter = call.adapt(tensors, free.axes, is_flat)[0]
     return Source(
         module=adapter,
         example=inputs,
@@ -94,6 +98,7 @@ class _Call:
     step_input: str | None
     output: str | int | Sequence[str | int] | None
     heads: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    caches: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def keeps(self) -> dict[str, str]:
@@ -125,8 +130,33 @@ class _Call:
             self.output,
             flat_logits,
             self.heads,
+            self.caches,
         )
         return adapter, inputs
+
+    def with_fresh_caches(self, written: list[str], example: Mapping[str, torch.Tensor], axes: Axes) -> _Call:
+        """Return a call in which each batch has new caches, if forward runs for no other batch without them.
+
+        written: the names of the tensors into which forward writes.
+        """
+        adapter, inputs = self.adapt(example, axes)
+        rows = next(iter(inputs.values())).shape[0]
+        batches = {name: own[0] if (own := axes.get(name)) else 0 for name in example}
+        more = {name: torch.cat([v, v.narrow(batches[name], 0, 1)], batches[name]) for name, v in example.items()}
+        if self._runs(more, axes):
+            return self
+        for axis in range(MAX_AXES):
+            caches = cache_axes(adapter, written, axis, rows)
+            if caches and (call := replace(self, caches=caches))._runs(more, axes):
+                return call
+        return self
+
+    def _runs(self, example: Mapping[str, torch.Tensor], axes: Axes) -> bool:
+        try:
+            self.run(example, axes)
+        except Exception:  # the user's code may raise anything
+            return False
+        return True
 
     def run(self, example: Mapping[str, torch.Tensor], axes: Axes) -> None:
         """Run forward on inputs with these axes. The state of the module is restored."""
@@ -136,17 +166,23 @@ class _Call:
             adapter(*(value.clone() for value in inputs.values()))
 
 
-def _has_flat_logits(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether forward returns logits (batch · time, vocabulary), for the loss of training. Cost: one forward."""
-    if adapter.step is None or not (adapter.output is None or isinstance(adapter.output, (str, int))):
-        return False
-    batch, time = inputs[adapter.step].shape[:2]
+def _try_once(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> tuple[bool, list[str]]:
+    """Run forward once. The state of the module is restored.
+
+    Return whether it gives logits (batch · time, vocabulary), for the loss of training, and the names of the tensors
+    into which it writes.
+    """
+    written: list[str] = []
     try:
-        with torch.no_grad(), unchanged(adapter), WriteUndo(adapter, []), torch.random.fork_rng(devices=[]):
-            logits = adapter.logits(adapter.call_module(*inputs.values()))
+        with torch.no_grad(), unchanged(adapter), WriteUndo(adapter, written), torch.random.fork_rng(devices=[]):
+            returned = adapter.call_module(*inputs.values())
+            if adapter.step is None or not (adapter.output is None or isinstance(adapter.output, (str, int))):
+                return False, written
+            logits = adapter.logits(returned)
     except Exception:  # the analysis reports errors of forward
-        return False
-    return time > 1 and logits.dim() == 2 and logits.shape[0] == batch * time
+        return False, []
+    batch, time = inputs[adapter.step].shape[:2]
+    return time > 1 and logits.dim() == 2 and logits.shape[0] == batch * time, written
 
 
 def _default_task(example: Mapping[str, torch.Tensor], step_input: str | None, series: Mapping[str, Any] | None) -> str:

@@ -5,6 +5,7 @@ encode_decode  a module with encode and decode and without forward
 containers     arguments that hold several tensors
 one_row        a forward without a batch axis
 outputs        the logits among the results of forward
+own_caches     new caches for each call of a forward that writes into its own
 adapter        the wrapper of all of them
 adapter_switch low-rank adapters that are switched by row
 free_axes      which axes of an input may vary

@@ -10,6 +10,7 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import Axis, Mask
 from tformer_export.sources.call.outputs import choose_output
+from tformer_export.sources.call.own_caches import fresh_caches
 from tformer_export.sources.call.signature import call_by_name
 
 
@@ -25,6 +26,7 @@ class Adapter(nn.Module):
     output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
     flat_logits: whether the module returns logits (batch · time, vocabulary).
     heads: functions that are applied to the output in turn, such as a projection that forward leaves out.
+    caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class Adapter(nn.Module):
         output: str | int | Sequence[str | int] | None = None,
         flat_logits: bool = False,
         heads: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        caches: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.module, self.flat_logits, self.heads = module, flat_logits, tuple(heads)
+        self.caches = dict(caches or {})
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
 
@@ -66,6 +70,12 @@ class Adapter(nn.Module):
 
     def call_module(self, *inputs: torch.Tensor) -> Any:
         """Call the module and return all its results."""
+        if not self.caches:
+            return self._call(*inputs)
+        with fresh_caches(self, self.caches, inputs[0].shape[0]):
+            return self._call(*inputs)
+
+    def _call(self, *inputs: torch.Tensor) -> Any:
         tensors: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
         keeps = {name: tensors.pop(keep) for name, keep in self.keeps.items()}
         lengths: dict[Axis, int] = {name: value.shape[1] for name, value in tensors.items() if value.dim() > 1}
