@@ -45,7 +45,7 @@ from tformer_export.analysis.own_caches import keep_written_keys
 from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.size_branches import limit_by_branches, refuse_short_limits
+from tformer_export.analysis.size_branches import limit_by_branches, refuse_short_limits, runs_beyond, stretch
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
 from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
@@ -230,8 +230,10 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     check_devices(source)
     try:
         with unchanged(source.module):
-            warm_up(source)
+            warm_up(source, source.example)
             graph = trace_source(source, hidden_states, max_length)
+        if passed := runs_beyond(graph, source):
+            graph = _trace_without_tables(source, graph, passed, hidden_states, max_length)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
@@ -240,6 +242,30 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     refuse_random(graph, rehearse(source))
     refuse_short_limits(graph, source)
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
+
+
+def _trace_without_tables(
+    source: Source,
+    traced: CapturedGraph,
+    passed: Mapping[str, torch.Tensor],
+    hidden_states: Sequence[str],
+    max_length: int | None,
+) -> CapturedGraph:
+    """Trace again where the limits of a trace are those of a table that forward makes anew when it needs a longer one.
+
+    The table is that of an earlier run. So the model is traced without one, or else with a table of the greatest length.
+
+    passed: inputs on which forward runs, and which exceed a limit.
+    """
+    longest = max_length or source.max_length or DEFAULT_LENGTH
+    for inputs in (None, stretch(passed, source, longest)):
+        with unchanged(source.module), suppress(UnsupportedModelError):
+            if inputs is not None:
+                warm_up(source, inputs)
+            graph = trace_source(source, hidden_states, max_length)
+            if not runs_beyond(graph, source, longest):
+                return graph
+    return traced
 
 
 def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:

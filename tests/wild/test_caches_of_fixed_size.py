@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ class Decoder(TinyDecoder):
 class WithBuffers(Decoder):
     """PyTorch's own fast Llama: a buffer that is written by position and read whole, and rows of a square mask."""
 
-    masks = {"input_pos": positions("idx", shape=("time",))}
+    masks = MappingProxyType({"input_pos": positions("idx", shape=("time",))})
 
     def set_caches(self, rows):
         self.cache = Cache(rows)
@@ -75,11 +76,13 @@ class WithBuffers(Decoder):
 class AsArguments(Decoder):
     """Caches, positions to write and a mask over the whole cache as arguments of forward."""
 
-    masks = {
-        "input_positions": positions("idx", shape=("time",)),
-        "kv_write_indices": positions("idx", shape=("time",)),
-        "mask": causal("idx", keep="additive", shape=(1, 1, "time", BLOCK)),
-    }
+    masks = MappingProxyType(
+        {
+            "input_positions": positions("idx", shape=("time",)),
+            "kv_write_indices": positions("idx", shape=("time",)),
+            "mask": causal("idx", keep="additive", shape=(1, 1, "time", BLOCK)),
+        }
+    )
 
     def set_caches(self, rows):
         self.caches = tuple(torch.zeros(rows, BLOCK, KV_HEADS, SIZE) for _ in range(2))

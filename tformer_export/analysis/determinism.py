@@ -65,14 +65,14 @@ def rehearse(source: Source) -> Rehearsal:
     return Rehearsal(repeats, changed)
 
 
-def warm_up(source: Source) -> None:
-    """Run forward once and ignore its errors, so that values that the user's code caches do not come from a trace.
+def warm_up(source: Source, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Run forward once on inputs and ignore its errors, so that values that the user's code caches do not come from a trace.
 
     Examples are masks in a dict and functools.lru_cache. Errors of forward are reported by `rehearse`.
     """
     writes = WriteUndo(source.module, [])
     with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
-        _outputs(source.module, source.example)
+        _outputs(source.module, inputs)
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -1,8 +1,8 @@
 """Caches of the user's own that attention reads whole: only the positions that forward has written stay keys.
 
-A cache has room for a fixed number of positions. Forward writes the keys of the sequence to the first of them, attention
-reads all, and a mask hides the rest. The analysis makes caches of its own, which grow. So attention gets the written keys
-and values in the place of the caches, and the columns of the mask that belong to them.
+A cache has room for a fixed number of positions. Forward writes the keys of the sequence to the first of them,
+attention reads all, and a mask hides the rest. The analysis makes caches of its own, which grow. So attention gets the
+written keys and values in the place of the caches, and the columns of the mask that belong to them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Rewrite:
         return True
 
     def _written(self, node: Any, axis: int) -> Node | None:
-        """Return the written positions of a value along an axis; None if they are not the first ones of the time axis."""
+        """Return the written part of a value along an axis; None if it is not one row for each position."""
         if not isinstance(node, Node) or node.op != "call_function":
             return None
         if self._size(node, axis) == self.time:
@@ -90,6 +90,7 @@ class _Rewrite:
             sizes = list(args[1])
             sizes[axis] = self.make(aten.sym_size.int, below, place)
             args[1] = sizes
+        assert callable(node.target)
         return self.make(node.target, below, *args[1:], **node.kwargs)
 
     def _size(self, node: Any, axis: int) -> Any:
@@ -116,7 +117,8 @@ class _Rewrite:
 
     def _scattered(self, node: Node, axis: int) -> Node | None:
         """slice_scatter(cache, new, axis, start, end)"""
-        cache, new, on, start, _ = (*node.args, *(0, None, None)[len(node.args) - 2 :])
+        given: list[Any] = [*node.args]
+        cache, new, on, start = (*given[:4], *(0, None)[max(0, len(given) - 2) :])
         if meta(new).shape == meta(cache).shape:
             return self._written(new, axis)
         is_first = on % meta(cache).dim() == axis and start in (0, None) and not node.kwargs
@@ -142,8 +144,9 @@ class _Rewrite:
         """Return whether a mask hides all keys behind the sequence."""
         if self.level[bias] != Level.CONSTANT:
             return False
-        hidden = (lambda v: ~v) if meta(bias).dtype == torch.bool else (lambda v: v <= HIDDEN)
-        return all(bool(hidden(value[..., length:]).all()) for length, value in self._at_lengths(bias))
+        rest = [value[..., length:] for length, value in self._at_lengths(bias)]
+        is_bool = meta(bias).dtype == torch.bool
+        return not any(bool(part.any() if is_bool else (part > HIDDEN).any()) for part in rest)
 
     def _at_lengths(self, node: Node) -> list[tuple[int, torch.Tensor]]:
         symbols: set[sympy.Symbol] = {
@@ -166,13 +169,14 @@ def _kept(node: Node, axis: int) -> int | None:
 
 
 def _of_transpose(node: Node, axis: int) -> int | None:
-    one, other = (int(a) % meta(node).dim() for a in node.args[1:3])  # type: ignore[arg-type]
+    axes: Any = node.args[1:3]
+    one, other = (int(a) % len(meta(node).shape) for a in axes)
     return {one: other, other: one}.get(axis, axis)
 
 
 def _of_permute(node: Node, axis: int) -> int | None:
     order: Any = node.args[1]
-    return int(order[axis]) % meta(node).dim()
+    return int(order[axis]) % len(meta(node).shape)
 
 
 def _of_unsqueeze(node: Node, axis: int) -> int | None:

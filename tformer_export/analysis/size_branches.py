@@ -7,6 +7,11 @@ the greatest length for which they hold becomes a limit of the file. A branch th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
 from torch.fx import Node
 
 from tformer_export.analysis.binding_time import Level, binding_times
@@ -15,6 +20,7 @@ from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
+from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -56,6 +62,44 @@ def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
             low, high = (middle, high) if hold(middle) else (low, middle)
         captured.limits[captured.time] = low
     drop_assertions(captured.graph)
+
+
+def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) -> dict[str, torch.Tensor]:
+    """Return inputs on which forward runs, and of which one is longer than a limit of the graph; {} if there are none.
+
+    enough: a limit that is not exceeded. Cost: a run of forward for each limit, with one row.
+    """
+    for symbol, limit in captured.limits.items():
+        axes = [(n, a) for n, node in captured.inputs.items() for a, s in _axes(node) if s == symbol and a > 0]
+        if not axes or limit >= enough:
+            continue
+        inputs = {name: value[:1] for name, value in source.example.items()}
+        for name, axis in axes:
+            inputs[name] = _resize(inputs[name], axis, limit + 1)
+        undo = WriteUndo(source.module, [])
+        with torch.no_grad(), unchanged(source.module), undo, torch.random.fork_rng(devices=[]), suppress(Exception):
+            source.module(*(value.clone() for value in inputs.values()))
+            return inputs
+    return {}
+
+
+def stretch(inputs: Mapping[str, torch.Tensor], source: Source, length: int) -> dict[str, torch.Tensor]:
+    """Return inputs in which those axes that are longer than the example's have this length."""
+    stretched = {}
+    for name, value in inputs.items():
+        for axis in range(1, value.dim()):
+            if value.shape[axis] > source.example[name].shape[axis]:
+                value = _resize(value, axis, length)
+        stretched[name] = value
+    return stretched
+
+
+def _axes(node: Node) -> list[tuple[int, Any]]:
+    return [(axis, expression(size)) for axis, size in enumerate(meta(node).shape)]
+
+
+def _resize(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    return value.index_select(axis, torch.arange(size) % value.shape[axis])
 
 
 def refuse_short_limits(captured: CapturedGraph, source: Source) -> None:

@@ -24,7 +24,8 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
     values = [
         value for _, previous in attributes.values() for key, value in previous.items() if key not in _MODULE_ATTRIBUTES
     ]
-    containers = [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set)]
+    containers = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
+    objects = [(value, dict(vars(value))) for value in values if _is_plain_object(value)]
     numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
@@ -48,7 +49,14 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
             now.update(before)
         for container, content in containers:
             _refill(container, content)
+        for value, content in objects:
+            _refill(vars(value), content)
         changed[:] = [users_name(name) for name in changed]
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether a value is an object of the user's class, which may hold tables of earlier runs."""
+    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, torch.Tensor)) and not callable(value)
 
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

@@ -1,0 +1,65 @@
+"""A table that forward makes anew when it needs a longer one is no limit of the file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tformer_export import export
+
+EXAMPLE = 7  # longer than the sequences of a trace
+
+
+class Tables(dict):
+    """A dictionary that the layers of a model share."""
+
+
+class Holder:
+    """An object that is no module."""
+
+
+class Decoder(nn.Module):
+    def __init__(self, place):
+        super().__init__()
+        self.tokens, self.qkv, self.head = nn.Embedding(20, 8), nn.Linear(8, 24), nn.Linear(8, 20)
+        self.place = place
+
+    def table(self, time):
+        known = self.place.get("table") if isinstance(self.place, dict) else getattr(self.place, "table", None)
+        if known is None or known.shape[-1] < time:
+            known = torch.full((time, time), float("-inf")).triu(1)
+            if isinstance(self.place, dict):
+                self.place["table"] = known
+            else:
+                self.place.table = known
+        return known[:time, :time]
+
+    def forward(self, ids):
+        q, k, v = self.qkv(self.tokens(ids)).chunk(3, -1)
+        return self.head(nn.functional.scaled_dot_product_attention(q, k, v, self.table(ids.shape[1])))
+
+
+@pytest.mark.parametrize("place", [dict, Tables, Holder])
+@pytest.mark.parametrize("called_before", [0, 20])
+def test_table_of_an_earlier_run_is_no_limit(place, called_before, tmp_path):
+    torch.manual_seed(0)
+    module = Decoder(place()).eval()
+    if called_before:
+        module(torch.zeros(1, called_before, dtype=torch.int64))
+    example = {"ids": torch.randint(20, (2, EXAMPLE))}
+    report = export(module, tmp_path / "model.onnx", example, "ids", max_length=64)
+    assert report.max_length == 64
+    known = module.place.get("table") if isinstance(module.place, dict) else getattr(module.place, "table", None)
+    assert (0 if known is None else len(known)) == called_before, "the export has changed the user's module"
+    assert known is None or type(known) is torch.Tensor
+
+
+class Bounded(Decoder):
+    def table(self, time):
+        return torch.full((24, 24), float("-inf")).triu(1)[:time, :time]
+
+
+def test_table_that_stays_is_a_limit(tmp_path):
+    example = {"ids": torch.randint(20, (2, EXAMPLE))}
+    assert export(Bounded({}).eval(), tmp_path / "model.onnx", example, "ids").max_length == 24
