@@ -253,7 +253,7 @@ def _trace_without_tables(
 ) -> CapturedGraph:
     """Trace again where the limits of a trace are those of a table that forward makes anew when it needs a longer one.
 
-    The table is that of an earlier run. So the model is traced without one, or else with a table of the greatest length.
+    The table is that of an earlier run. So the model is traced without one, or else with one of the greatest length.
 
     passed: inputs on which forward runs, and which exceed a limit.
     """

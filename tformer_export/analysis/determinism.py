@@ -66,7 +66,7 @@ def rehearse(source: Source) -> Rehearsal:
 
 
 def warm_up(source: Source, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Run forward once on inputs and ignore its errors, so that values that the user's code caches do not come from a trace.
+    """Run forward once and ignore its errors, so that values that the user's code caches do not come from a trace.
 
     Examples are masks in a dict and functools.lru_cache. Errors of forward are reported by `rehearse`.
     """

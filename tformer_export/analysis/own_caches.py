@@ -118,7 +118,8 @@ class _Rewrite:
     def _scattered(self, node: Node, axis: int) -> Node | None:
         """slice_scatter(cache, new, axis, start, end)"""
         given: list[Any] = [*node.args]
-        cache, new, on, start = (*given[:4], *(0, None)[max(0, len(given) - 2) :])
+        cache, new = given[:2]
+        on, start = given[2] if len(given) > 2 else 0, given[3] if len(given) > 3 else 0
         if meta(new).shape == meta(cache).shape:
             return self._written(new, axis)
         is_first = on % meta(cache).dim() == axis and start in (0, None) and not node.kwargs
