@@ -305,6 +305,16 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
         raise
 
 
+def _without_padding(source: Source, graph: CapturedGraph) -> Source:
+    """Return the source with generation options that exclude padding, which forward hides from all later positions."""
+    pad, width = source.special_tokens.pad_token_id, meta(graph.output).shape[-1]
+    suppressed = source.generation_defaults.get("suppress_tokens") or []
+    if pad is None or pad >= width or pad in suppressed:
+        return source
+    defaults = {**source.generation_defaults, "suppress_tokens": [*suppressed, pad]}
+    return replace(source, generation_defaults=defaults)
+
+
 def explain_loop(error: LoopError) -> str:
     """Return two sentences about a loop over positions that cannot be written as one operation."""
     line = line_of_trace(error.stack_trace)
@@ -362,7 +372,8 @@ def analyse_model(
         raise OptionError("attentions are not outputs of a forecaster: a series is cut, scaled and fed back")
     special = source.special_tokens
     is_only_padding = special.pad_token_id not in (*special.bos_token_ids, *special.eos_token_ids)
-    fold_padding_tests(graph, special.pad_token_id if is_only_padding else None)
+    if fold_padding_tests(graph, special.pad_token_id if is_only_padding else None):
+        source = _without_padding(source, graph)
     merge_equal_nodes(graph)
     level = binding_times(graph)
     encode, decode = find_auxiliary_outputs(graph, level)

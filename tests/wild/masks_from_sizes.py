@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from support.handwritten_case import Case
+from support.handwritten_case import BLOCK, Case
 from tiny import TinyDecoder
 
 
@@ -83,7 +85,35 @@ class PositionsAsList(TinyDecoder):
         return self.attention(x + distances[:, None], self.mask(idx))
 
 
+class MaskByProduct(TinyDecoder):
+    """The first GPT: scores times a mask of 1 and 0, minus a large number where it is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.tril(torch.ones(BLOCK, BLOCK)).view(1, 1, BLOCK, BLOCK))
+
+    def mix(self, x, idx):
+        q, k, v = (part.transpose(1, 2) for part in self.attention.heads(x))
+        w = q @ k.transpose(-2, -1) / math.sqrt(v.size(-1))
+        nd, ns = w.size(-2), w.size(-1)
+        b = self.bias[:, :, ns - nd : ns, :ns]
+        w = w * b - 1e10 * (1 - b)
+        return self.attention.out((w.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SumOfBools(TinyDecoder):
+    """Masks of truth values joined by a sum, one of them of the ids."""
+
+    def mix(self, x, idx):
+        time = idx.shape[1]
+        hidden = (idx == 7).unsqueeze(-2).expand(-1, time, -1) + torch.ones(time, time, dtype=torch.bool).triu(1)
+        hidden = hidden * ~torch.eye(time, dtype=torch.bool)
+        return self.attention(x, hidden[:, None])
+
+
 CASES = [
+    Case("mask-product", MaskByProduct, exports_file=True),
+    Case("mask-sum-of-bools", SumOfBools, exports_file=True),
     Case("mask-loop", LoopOverRows, exports_file=True),
     Case("mask-indices", IndexAssignment),
     Case("mask-numpy", Numpy),

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -13,7 +14,8 @@ from support.handwritten_case import BLOCK, END, SPECIAL, START
 from tiny import HEADS, WIDTH, Attention, TinyDecoder
 
 from tformer_export import export, lengths, padding
-from tformer_runtime import Model
+from tformer_runtime import Model, TformerError, UnsupportedModelError
+from tformer_runtime.engine.engine import Engine
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 NUM_TOKENS = 8
@@ -184,3 +186,115 @@ def test_single_pass_model_of_one_row_runs_batches(tmp_path: Path) -> None:
         expected = torch.stack([*map(model, images)]).numpy()
     actual = Model.load(path, "cpu", threads=1).embed([*images.numpy()], batch_size=4)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=10 * TOLERANCE)  # of sums of 384 products
+
+
+class OneRowWithSink(TinyDecoder):
+    """ids (time,), casts to float32, and a learned score of nothing beside those of the keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(HEADS))
+
+    def forward(self, ids):
+        x = self.tokens(ids).float()
+        n = x.shape[0]
+        q, k, v = (part.contiguous().view(-1, HEADS, WIDTH // HEADS) for part in self.attention.qkv(x).chunk(3, -1))
+        mask = torch.triu(q.new_full((n, n), -float("inf")), diagonal=1)
+        mask += torch.tril(mask.new_full((n, n), -float("inf")), diagonal=-6)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(WIDTH // HEADS) + mask[None]
+        scores = torch.cat([scores, self.sink.reshape(HEADS, 1, 1).expand(-1, n, -1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :-1]
+        x = x + self.attention.out(torch.einsum("hqk,khd->qhd", weights, v).reshape(n, -1))
+        return self.head(self.final_norm(x))
+
+
+def test_one_row_with_a_sink_decodes_as_its_module(tmp_path: Path) -> None:
+    model = seeded(OneRowWithSink())
+    path = tmp_path / "model.onnx"
+    export(model, path, {"ids": IDS[0]}, "ids", special_tokens=SPECIAL, max_length=BLOCK)
+    prompts = [[3, 4, 5, 9, 11, 8, 7], [44], [7, 30, 12]]
+    expected = [greedy(lambda ids: model(torch.tensor(ids)), prompt) for prompt in prompts]
+    results = Model.load(path, "cpu", threads=1).generate_batch(prompts, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class FailsInOneRow(TinyDecoder):
+    def forward(self, ids):
+        return self.head(self.tokens(ids)[: int(ids.sum()) % 3 + 1])
+
+
+def test_refusal_of_one_row_leaves_torch_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(TformerError):
+        export(FailsInOneRow().eval(), tmp_path / "model.onnx", {"ids": IDS[0]}, "ids")
+    assert not torch._C._functorch.maybe_current_level()
+    nn.Embedding(3, 4)  # it draws numbers, which torch.vmap refuses
+
+
+class TimeFirstEncoder(nn.Module):
+    """Inputs and states (time, batch, …), the lengths of the rows, and states of all layers in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.attention = nn.Embedding(50, WIDTH), Attention()
+
+    def forward(self, x, lengths):
+        hidden = torch.arange(int(lengths.max())) >= lengths[:, None]
+        states = [self.tokens(x).transpose(0, 1)]
+        for _ in range(2):
+            states.append(states[-1] + self.attention(states[-1], hidden[:, None, None]))
+        return [state.transpose(0, 1) for state in states], states[-1][
+            torch.arange(x.shape[1]), (lengths - 1).squeeze()
+        ]
+
+
+@pytest.mark.parametrize("output", ["0.2", 1])
+def test_states_with_time_in_front_are_those_of_the_module(tmp_path: Path, output: str | int) -> None:
+    model = seeded(TimeFirstEncoder())
+    path = tmp_path / "model.onnx"
+    masks = {"lengths": lengths("x")}
+    export(model, path, {"x": IDS.T}, masks=masks, output=output, axes={"x": (1, 0)}, special_tokens=SPECIAL)
+    rows = [np.array([3, 4, 5, 9]), np.array([12]), np.array([7, 8])]
+    (actual,) = Engine(path, "cpu", threads=1).encode({"x": rows}, len(rows)).values()
+    for row, states in zip(rows, actual.numpy(), strict=True):
+        with torch.no_grad():
+            all_states, last = model(torch.from_numpy(row)[:, None], torch.tensor([len(row)]))
+        expected = last[0] if output == 1 else all_states[2][:, 0]
+        found = states if output == 1 else states[: len(row)]
+        np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_results_in_containers_are_named_in_the_refusal(tmp_path: Path) -> None:
+    with pytest.raises(TformerError, match=r"among its outputs, which are '0\.0', '0\.1', '0\.2', '1'$"):
+        export(
+            TimeFirstEncoder().eval(),
+            tmp_path / "model.onnx",
+            {"x": IDS.T},
+            masks={"lengths": lengths("x")},
+            output=0,
+            axes={"x": (1, 0)},
+        )
+
+
+class TwoIds(TinyDecoder):
+    """The first GPT's input: (batch, time, 2), ids of tokens and of positions in one table."""
+
+    def forward(self, x):
+        return self.head(self.tokens(x).sum(2))
+
+
+def test_several_ids_for_a_position_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="holds 2 ids for each position, and decoding appends one"):
+        export(TwoIds().eval(), tmp_path / "model.onnx", {"x": torch.stack([IDS, IDS], -1)}, "x")
+
+
+class Pairs(TinyDecoder):
+    """Results for pairs of positions, without the first and the last position."""
+
+    def forward(self, idx, keep):
+        x = self.tokens(idx) * keep[..., None]
+        return (x[:, :, None] * x[:, None])[:, 1:-1, 1:-1]
+
+
+def test_empty_results_are_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"forward returns no numbers for inputs of these sizes: idx \(1, "):
+        export(Pairs().eval(), tmp_path / "model.onnx", {"idx": IDS}, masks={"keep": padding("idx")})

@@ -42,3 +42,9 @@ def test_model_that_is_not_proven_is_refused(case: Case, tmp_path) -> None:
     assert case.refusal in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_mask_by_product_is_that_of_an_attention(tmp_path) -> None:
+    case = next(case for case in CASES if case.name == "mask-product")
+    report = export(case.module, tmp_path / "model.onnx", **case.arguments)
+    assert (report.counts["attentions"], report.unrecognised) == (1, ())

@@ -37,6 +37,21 @@ _ARITHMETIC: dict[Any, Callable[..., float]] = {
 }
 
 
+_SUMS = aten.add.Tensor, aten.sub.Tensor
+_CUTS = {  # operations that move numbers, or put 0 in their place
+    *_PERMUTATIONS,
+    *_CASTS,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.index.Tensor,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.reshape.default,
+    aten.tril.default,
+    aten.triu.default,
+}
+
+
 @dataclass(frozen=True)
 class Recognition:
     """count: the number of attentions. others: for each other softmax over positions, its line and a reason."""
@@ -268,6 +283,9 @@ class _Recogniser:
             elif target in (*_PERMUTATIONS, *_CASTS, aten.reshape.default):
                 layout = self._step_up(layout, node, rank)
                 node = args[0]
+            elif target in _SUMS and (mask := self._read_mask_product(node)) is not None:
+                biases.append(_placed(layout, rank, _mask_bias(mask.mask, mask.hides, mask.fill * factor)))
+                node = mask.scores
             elif target is aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in args):
                 scores, bias = args if self._has_product_above(args[0]) else reversed(args)
                 if not self._has_product_above(scores) or not meta(bias).is_floating_point():
@@ -289,10 +307,50 @@ class _Recogniser:
             scores, mask, fill, hides = args[1], args[0], args[2], False
         elif target in (aten.where.ScalarSelf, aten.where.self):
             scores, mask, fill, hides = args[2], args[0], args[1], True
+        elif target in _SUMS:
+            return self._read_mask_product(node)
         else:
             return None
         number = self._number(fill)
         return _Mask(scores, mask, hides, number) if number is not None and number <= MAX_MASK_FILL else None
+
+    def _read_mask_product(self, node: Node) -> _Mask | None:
+        """Read `scores * b - 1e10 * (1 - b)`, where b is 1 for keys that are seen and 0 for others."""
+        kept, filled = arguments(node)[:2]
+        if node.kwargs or not (_is_product(kept) and _is_product(filled)):
+            return None
+        for scores, seen in (kept.args, kept.args[::-1]):
+            for number, hidden in (filled.args, filled.args[::-1]):
+                fill = self._number(number)
+                if fill is None or not self._is_complement(hidden, seen) or not self._is_zero_or_one(seen):
+                    continue
+                fill = -fill if node.target is aten.sub.Tensor else fill
+                return _Mask(scores, seen, False, fill) if fill <= MAX_MASK_FILL else None
+        return None
+
+    def _is_complement(self, node: Any, other: Any) -> bool:
+        """Return whether a value is 1 minus the other."""
+        if not isinstance(node, Node) or node.kwargs or not isinstance(other, Node):
+            return False
+        if node.target is aten.rsub.Scalar:
+            return bool(node.args[0] is other and node.args[1] == 1)
+        return node.target is aten.sub.Tensor and node.args[1] is other and self._number(node.args[0]) == 1
+
+    def _is_zero_or_one(self, node: Any) -> bool:
+        """Return whether all numbers of a value are 0 or 1, by the constants from which it is cut."""
+        while isinstance(node, Node):
+            value = meta(node)
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+                return True
+            if node.name in self.captured.constants:
+                constant = self.captured.constants[node.name].float()
+                return torch.equal(constant * constant, constant)
+            if (number := self._number(node)) is not None:
+                return number in (0, 1)
+            if node.target not in _CUTS:
+                return False
+            node = node.args[0]
+        return False
 
     def _has_product_above(self, node: Any) -> bool:
         """Return whether a product of queries and keys is above a value, within a few operations on scores."""
@@ -324,6 +382,10 @@ class _Recogniser:
             numbers = [self._number(a) for a in args]
             return None if None in numbers else _ARITHMETIC[value.target](*numbers)
         return None
+
+
+def _is_product(node: Any) -> bool:
+    return isinstance(node, Node) and node.target in _MULTIPLIED and not node.kwargs
 
 
 def _value_product(softmax: Node) -> tuple[Node, list[Node]]:
@@ -364,12 +426,13 @@ def _scaled_bias(bias: Node, factor: float) -> Callable[[NodeBuilder], Node]:
 
 
 def _mask_bias(mask: Node, masked: bool, fill: float) -> Callable[[NodeBuilder], Node]:
-    """Return the additive form of a boolean mask: `fill` where mask == masked, else 0."""
+    """Return the additive form of a mask of truth values, or of 0 and 1: `fill` where mask == masked, else 0."""
 
     def build(make: NodeBuilder) -> Node:
         zero = make(aten.full.default, [], 0.0, dtype=torch.float32)
         low = make(aten.full.default, [], fill, dtype=torch.float32)
-        return make(aten.where.self, mask, *((low, zero) if masked else (zero, low)))
+        condition = mask if meta(mask).dtype == torch.bool else make(aten.ne.Scalar, mask, 0)
+        return make(aten.where.self, condition, *((low, zero) if masked else (zero, low)))
 
     return build
 

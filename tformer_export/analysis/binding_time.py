@@ -69,23 +69,28 @@ def is_fixed(node: Node) -> bool:
     return True
 
 
-def fold_padding_tests(captured: CapturedGraph, pad: int | None) -> None:
+def fold_padding_tests(captured: CapturedGraph, pad: int | None) -> bool:
     """Replace "is this token of the step input padding?" by its answer for a valid token, in place.
+
+    Return whether forward treats the declared padding in another way than other ids. A file must not generate it then.
 
     pad: the id that is declared as padding; None folds only tests with the same answer for every id. A test for another
         id, such as a separator, is data like any other.
     """
     if captured.step_name is None:
-        return
+        return False
+    hides_padding = False
     for test in padding_tests(captured, captured.step_name):
         if test.padding is not None and test.padding != pad:
             continue
+        hides_padding |= test.padding is not None
         with captured.graph.inserting_before(test.node):
             sizes = [_size(captured, test.node, axis) for axis in range(meta(test.node).dim())]
             folded = captured.graph.call_function(aten.full.default, (sizes, test.usual), {"dtype": torch.bool})
         folded.meta = dict(test.node.meta)
         test.node.replace_all_uses_with(folded)
     captured.graph.eliminate_dead_code()
+    return hides_padding
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ def check_step_input(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) 
             f"the step input {captured.step_name!r} holds numbers in {value.dim()} axes: let forward take (batch, "
             "time, features), with one feature where there is one, or export it without a step input (step_input=None)"
         )
+    if not value.is_floating_point() and value.dim() > 2:
+        raise UnsupportedModelError(
+            f"the step input {captured.step_name!r} holds {value.shape[2]} ids for each position, and decoding appends "
+            "one: let forward take (batch, time), and compute the other ids, such as positions, itself"
+        )
     if inputs[captured.step_name].ids is None and not value.is_floating_point():
         raise UnsupportedModelError(
             f"the step input {captured.step_name!r} holds {value.dtype}, neither token ids nor numbers: let forward "

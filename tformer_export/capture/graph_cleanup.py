@@ -35,6 +35,11 @@ _LIKE = {  # they read only the sizes of their other tensor
     aten.view_as.default: aten.reshape.default,
     aten.reshape_as.default: aten.reshape.default,
 }
+_OF_BOOLS = {  # sums and products of bools, which ONNX does not have
+    aten.add.Tensor: aten.logical_or.default,
+    aten.mul.Tensor: aten.logical_and.default,
+}
+_SQUEEZES = {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _SDPA = aten.scaled_dot_product_attention.default
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _IDENTITIES = {
@@ -74,6 +79,10 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
             _add_head_axis(graph, node)
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
             _product_alone(graph, node)
+        elif node.target in _OF_BOOLS and all(map(_is_bool, node.args)):
+            node.target = _OF_BOOLS[node.target]
+        elif node.target in (aten.squeeze.default, aten.squeeze.dims) and not _squeezes_nothing(node):
+            node.target, node.args = aten.squeeze.dims, (node.args[0], _axes_of_one(node))
         elif node.target in _ASSERTIONS:
             if assertions:
                 graph.erase_node(node)
@@ -113,9 +122,21 @@ def _sizes(graph: Graph, before: Node, source: Any) -> list[Any]:
     return sizes
 
 
+def _axes_of_one(node: Node) -> list[int]:
+    """Return the axes that a squeeze removes: those of size 1 in the trace, and none that is free."""
+    sizes = meta(node.args[0]).shape
+    named = arguments(node)[1] if len(node.args) > 1 else range(len(sizes))
+    axes = {axis % len(sizes) for axis in named}
+    return [axis for axis in sorted(axes) if isinstance(sizes[axis], int) and sizes[axis] == 1]
+
+
 def _squeezes_nothing(node: Node) -> bool:
-    """Return whether a squeeze names an axis of another size than 1. PyTorch keeps the axis, ONNX has an error."""
-    return node.target is aten.squeeze.dim and meta(node).dim() == meta(node.args[0]).dim()
+    """Return whether a squeeze names axes of other sizes than 1 alone. PyTorch keeps them, ONNX has an error."""
+    return node.target in _SQUEEZES and meta(node).dim() == meta(node.args[0]).dim()
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(meta(value), torch.Tensor) and meta(value).dtype == torch.bool
 
 
 def _add_head_axis(graph: Graph, node: Node) -> None:

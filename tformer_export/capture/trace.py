@@ -30,11 +30,11 @@ from torch.fx.proxy import TracerBase
 from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.row_iteration import rows_joined
-from tformer_export.capture.trace_errors import TRACE_LOGGERS, SizeWatch, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
-from tformer_export.common.log_silence import quiet
+from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.common.source_lines import is_users_file, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
@@ -156,6 +156,7 @@ def capture(
         traced = _trace_or_refuse(module, sized, shapes, step_input)
     program = traced.program
     constants = _constants(program)
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in constants]
     graph = clean_graph(program, assertions=traced.branch_refusal is None)
     first, *others = _outputs(program, _output_values(graph))
     _output_node(graph).args = ((first, *others[: len(extra_names)]),)
@@ -331,6 +332,7 @@ def _trace(
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
         _causal_mask_hints_kept(),
         _data_detached(),
+        _rows_left(),
         lines_of_helpers_recorded(),
     ):
         warnings.simplefilter("ignore")
@@ -345,8 +347,29 @@ def _trace(
                 if not loops.used:
                     raise
                 program = None
-        traced: torch.export.ExportedProgram = (program or export()).run_decompositions(DECOMPOSITIONS)
+        program = program or export()
+        _drop_metadata_checks(program)
+        traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
         return traced
+
+
+def _drop_metadata_checks(program: torch.export.ExportedProgram) -> None:
+    """Drop the assertions that torch.export adds to each cast; torch.vmap cannot run them with free sizes."""
+    graph = program.graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+@contextmanager
+def _rows_left() -> Iterator[None]:
+    """Leave torch.vmap if a trace fails inside it, where it stays otherwise."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
 
 
 def _trace_sizes(

@@ -23,11 +23,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from tformer_export.common.log_silence import quiet
+from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
-TRACE_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
 InputAxis = tuple[str, int]  # an input's name and one of its axes

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
+TRACE_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:

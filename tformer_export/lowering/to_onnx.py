@@ -15,7 +15,7 @@ import torch
 
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
-from tformer_export.common.log_silence import quiet
+from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -84,7 +84,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
     with (
         warnings.catch_warnings(),
         torch.no_grad(),
-        quiet("torch.onnx", "onnxscript", "onnx_ir"),
+        quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
         _one_sentence_errors(),
     ):
         warnings.simplefilter("ignore")

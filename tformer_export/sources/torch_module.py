@@ -71,6 +71,8 @@ def from_module(
     is_flat, written = _try_once(adapter, inputs)
     if written:
         call = call.with_fresh_caches(written, tensors, free.axes)
+    if step_input is None and adapter.layouts:
+        call = call.with_row_axes(tensors, free.axes)
     adapter = call.adapt(tensors, free.axes, is_flat)[0]
     return Source(
         module=adapter,
@@ -99,6 +101,7 @@ class _Call:
     output: str | int | Sequence[str | int] | None
     heads: Sequence[Callable[[torch.Tensor], torch.Tensor]]
     caches: Mapping[str, int] = field(default_factory=dict)
+    row_axes: Sequence[int] = ()
 
     @property
     def keeps(self) -> dict[str, str]:
@@ -131,6 +134,7 @@ class _Call:
             flat_logits,
             self.heads,
             self.caches,
+            self.row_axes,
         )
         return adapter, inputs
 
@@ -141,8 +145,7 @@ class _Call:
         """
         adapter, inputs = self.adapt(example, axes)
         rows = next(iter(inputs.values())).shape[0]
-        batches = {name: own[0] if (own := axes.get(name)) else 0 for name in example}
-        more = {name: torch.cat([v, v.narrow(batches[name], 0, 1)], batches[name]) for name, v in example.items()}
+        more = _with_one_row_more(example, axes)
         if self._runs(more, axes):
             return self
         for axis in range(MAX_AXES):
@@ -151,6 +154,23 @@ class _Call:
                 return call
         return self
 
+    def with_row_axes(self, example: Mapping[str, torch.Tensor], axes: Axes) -> _Call:
+        """Return a call that gives outputs with the batch in front, found by a run with one row more."""
+        try:
+            shapes = [
+                [value.shape for value in (run if isinstance(run, tuple) else (run,))]
+                for run in (self.run(inputs, axes) for inputs in (example, _with_one_row_more(example, axes)))
+            ]
+        except Exception:  # the analysis reports errors of forward
+            return self
+        found = [
+            [axis for axis, (size, other) in enumerate(zip(one, more, strict=True)) if size != other]
+            for one, more in zip(*shapes, strict=True)
+        ]
+        if not all(len(grown) == 1 for grown in found) or not any(grown[0] for grown in found):
+            return self
+        return replace(self, row_axes=[grown[0] for grown in found])
+
     def _runs(self, example: Mapping[str, torch.Tensor], axes: Axes) -> bool:
         try:
             self.run(example, axes)
@@ -158,12 +178,18 @@ class _Call:
             return False
         return True
 
-    def run(self, example: Mapping[str, torch.Tensor], axes: Axes) -> None:
-        """Run forward on inputs with these axes. The state of the module is restored."""
+    def run(self, example: Mapping[str, torch.Tensor], axes: Axes) -> Any:
+        """Run forward on inputs with these axes and return its outputs. The state of the module is restored."""
         adapter, inputs = self.adapt(example, axes)
         undo = WriteUndo(adapter, [])
         with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
-            adapter(*(value.clone() for value in inputs.values()))
+            return adapter(*(value.clone() for value in inputs.values()))
+
+
+def _with_one_row_more(example: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, torch.Tensor]:
+    """Return the example with its first row again behind the last."""
+    batches = {name: own[0] if (own := axes.get(name)) else 0 for name in example}
+    return {name: torch.cat([v, v.narrow(batches[name], 0, 1)], batches[name]) for name, v in example.items()}
 
 
 def _try_once(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> tuple[bool, list[str]]:

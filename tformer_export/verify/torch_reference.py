@@ -65,6 +65,12 @@ class Reference:
                 f"{error_summary(error)}. The file has to run at any size up to the maximum length: let forward do so "
                 "too"
             ) from error
+        if not all(values.size for values in outputs):
+            sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())
+            raise UnsupportedModelError(
+                f"forward returns no numbers for inputs of these sizes: {sizes}. The file has to run at any size: let "
+                "forward return a result for a short input too"
+            )
         if not all(np.isfinite(values).any() for values in outputs):
             raise UnsupportedModelError("the source model's logits are not finite: there is nothing to compare with")
         return outputs

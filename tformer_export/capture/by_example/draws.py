@@ -36,6 +36,7 @@ class InputDraws:
     masks: inputs that follow from the lengths of another input.
     paddings: the ids that may be padding: that of the model, and the ids with which it compares its ids.
     vocabulary: input → number of its ids, where it is known.
+    fills_one_row: whether a row of each padded batch has no padding, as models need that read `lengths.max()`.
     """
 
     example: Mapping[str, torch.Tensor]
@@ -44,6 +45,7 @@ class InputDraws:
     masks: Mapping[str, Mask] = field(default_factory=dict)
     paddings: frozenset[int] = frozenset()
     vocabulary: Mapping[str, int] = field(default_factory=dict)
+    fills_one_row: bool = False
 
     @property
     def kinds(self) -> list[DataKind]:
@@ -88,4 +90,6 @@ class InputDraws:
         if not kind.padded or name == self.step_input:
             return torch.ones(batch, time, dtype=torch.bool)
         lengths = torch.randint(1, time, (batch,), generator=generator) if time > 1 else torch.ones(batch)
+        if self.fills_one_row:
+            lengths[torch.randint(batch, (1,), generator=generator)] = time
         return torch.arange(time) < lengths[:, None]

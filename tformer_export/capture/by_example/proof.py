@@ -48,13 +48,17 @@ def check_agreement(
                     raise DisagreementError("the recorded operations give other results for other data", None)
 
 
-def check_reads(module: nn.Module, draws: InputDraws, recordings: Sequence[Recording], sizes: Sizes) -> None:
+def check_reads(
+    module: nn.Module, draws: InputDraws, recordings: Sequence[Recording], samples: Sequence[Sizes], sizes: Sizes
+) -> None:
     """Raise DisagreementError if a number that Python reads may lead to operations that were never compared.
 
     Honest runs of all kinds of data are recorded at one set of sizes, those of `check_agreement`. Then each number is
     forced to other values. An operation that no honest run had, such as one of another branch, refuses the module. So
     does another operation at all, if the number was the same in all honest runs. A forced run that fails comes from an
-    assertion on data.
+    assertion on data. A number that is a size of the inputs in all runs, such as `lengths.max()`, has no other value.
+
+    samples: the sizes of the recordings. sizes: those of the honest runs.
 
     Cost: `HONEST_RUNS` recordings of each kind, and up to twenty for each line that reads a number.
     """
@@ -75,6 +79,8 @@ def check_reads(module: nn.Module, draws: InputDraws, recordings: Sequence[Recor
     for kind in (draws.kinds[0], draws.kinds[-1]):
         inputs = [*draws.draw(sizes, kind, 0).values()]
         for line, reads in _reads_by_line(honest[kind, 0]).items():
+            if _are_sizes(line, [*zip(recordings, samples, strict=True), *((r, sizes) for r in honest.values())]):
+                continue
             known = operations if len(values[line]) > 1 else honest[kind, 0].descriptions()
             for read in {read.number: read for read in (reads[0], reads[-1])}.values():
                 _force(module, inputs, read, known, line)
@@ -89,6 +95,12 @@ def _force(module: nn.Module, inputs: Sequence[torch.Tensor], read: ReadNumber, 
             continue
         if not forced.descriptions() <= known:
             raise DisagreementError("a number that Python reads leads to operations that were never compared", line)
+
+
+def _are_sizes(line: str, runs: Sequence[tuple[Recording, Sizes]]) -> bool:
+    """Return whether all numbers that a line reads are the same free size of the inputs, in runs of different sizes."""
+    read = [({read.value for read in _reads_by_line(run).get(line, ())}, sizes) for run, sizes in runs]
+    return any(all(values <= {sizes[group]} for values, sizes in read) for group in range(len(runs[0][1])))
 
 
 def _reads_by_line(recording: Recording) -> dict[str, list[ReadNumber]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class _Tracer:
             first = self._record(self._sizes(2), DataKind(False), 0)
         except FORWARD_FAILURES:
             return None
+        if not all(self._run(self._sizes(2), kind) for kind in self.draws.kinds):
+            self.draws = replace(self.draws, fills_one_row=True)
         self.draws = with_facts(self.draws, first)
         full = self.draws.kinds[-1]
         # Other data change the course of a module that reads them, and of no other.
@@ -81,8 +84,8 @@ class _Tracer:
         program = self._program(recordings, samples, has_loops)
         longest = self._longest(self.max_length, lambda sizes: self._run(sizes, kind))
         if program.has_tables:
-            recordings.append(self._record(longest, kind, 0, has_loops))
-            samples.append(longest)
+            samples.append((FEW_ROWS, *longest[1:]))  # one row alone may run other operations
+            recordings.append(self._record(samples[-1], kind, 0, has_loops))
             program = self._program(recordings, samples, has_loops)
         names = list(self.draws.example)
         places = [(names.index(name), axis) for (name, axis), *_ in self.draws.groups]
@@ -95,7 +98,7 @@ class _Tracer:
                 raise DisagreementError(f"other operations run at a length of {length}", None)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
-            check_reads(self.module, self.draws, recordings, fewer)
+            check_reads(self.module, self.draws, recordings, samples, fewer)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
         rebuilt.max_length = proven[-1] if proven != longest else None
         return rebuilt

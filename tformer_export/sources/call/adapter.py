@@ -27,6 +27,7 @@ class Adapter(nn.Module):
     flat_logits: whether the module returns logits (batch · time, vocabulary).
     heads: functions that are applied to the output in turn, such as a projection that forward leaves out.
     caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
+    row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     """
 
     def __init__(
@@ -42,18 +43,22 @@ class Adapter(nn.Module):
         flat_logits: bool = False,
         heads: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         caches: Mapping[str, int] | None = None,
+        row_axes: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.module, self.flat_logits, self.heads = module, flat_logits, tuple(heads)
-        self.caches = dict(caches or {})
+        self.caches, self.row_axes = dict(caches or {}), tuple(row_axes)
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         returned = self.call_module(*inputs)
         if self.output is not None and not isinstance(self.output, (str, int)):
-            return tuple(choose_output(returned, which) for which in self.output)
+            outputs = tuple(choose_output(returned, which) for which in self.output)
+            return tuple(map(torch.movedim, outputs, self.row_axes, [0] * len(outputs))) if self.row_axes else outputs
         output = self.logits(returned)
+        if self.row_axes:
+            return output.movedim(self.row_axes[0], 0)
         if self.flat_logits and self.step is not None:
             batch, time = inputs[self.names.index(self.step)].shape[:2]
             first = (time, batch) if self.layouts.get(self.step) == (1, 0) else (batch, time)

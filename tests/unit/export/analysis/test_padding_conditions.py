@@ -12,6 +12,7 @@ from support.small_models import EXAMPLE, VOCABULARY, Mixer, Small, captured_of,
 from tformer_export import export
 from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests, padding_tests
 from tformer_export.common.fx_nodes import meta
+from tformer_runtime import Model
 from tformer_runtime.engine.engine import Engine
 
 
@@ -71,6 +72,18 @@ def test_condition_that_every_id_meets_is_folded():
     captured = captured_of(Small(lambda: Masked(lambda m, tgt: tgt >= 0)))
     fold_padding_tests(captured, None)
     assert find_step_masks(captured) == []
+
+
+def test_declared_padding_that_forward_hides_is_not_generated(tmp_path):
+    """The module alone would generate it: its logits of the padding are the greatest."""
+    torch.manual_seed(0)
+    module = Small(lambda: Masked(lambda m, tgt: tgt != 4)).eval()
+    with torch.no_grad():
+        module.out.bias[4] += 100
+    export(module, tmp_path / "model.onnx", EXAMPLE, "tgt", special_tokens={"pad_token_id": 4})
+    model = Model.load(tmp_path / "model.onnx", "cpu")
+    assert 4 not in model.generate([3, 5], max_new_tokens=5).token_ids
+    assert 4 in model.generate([3, 5], max_new_tokens=5, suppress_tokens=[]).token_ids
 
 
 SEVERAL_IDS = {

@@ -293,8 +293,8 @@ def test_logits_are_found_among_outputs(form, output):
     ("form", "output", "message"),
     [
         (lambda other, logits: "text", None, "returned str, which holds no tensor"),
-        (lambda other, logits: {"other": other}, "scores", "no tensor 'scores' among its outputs: it returns other"),
-        (lambda other, logits: (other, logits), 2, "no tensor 2 among its outputs: it returns 2 of them"),
+        (lambda other, logits: {"other": other}, "scores", "no tensor 'scores' among its outputs, which are 'other'$"),
+        (lambda other, logits: (other, logits), 2, "no tensor 2 among its outputs, which are '0', '1'$"),
     ],
 )
 def test_outputs_without_logits_are_refused(form, output, message):
