@@ -56,9 +56,9 @@ from tformer_export.capture.trace import (
     CapturedGraph,
     TraceFailedError,
     capture,
-    lines_of_helpers_recorded,
     merge_equal_nodes,
 )
+from tformer_export.capture.trace_patches import lines_of_helpers_recorded
 from tformer_export.common.example_sizes import size_groups
 from tformer_export.common.fx_nodes import line_of_trace, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from tformer_export.capture.complex_numbers import move_pairs
 from tformer_export.capture.scan import Scan
 from tformer_export.common.fx_nodes import arguments, aten, meta
 
@@ -91,6 +92,7 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
             graph.erase_node(node)
         elif node.target in _VIEWS:  # a view may need the clone in front of it; a reshape does not
             node.target = aten.reshape.default
+    move_pairs(graph)
     graph.eliminate_dead_code()
     return graph
 

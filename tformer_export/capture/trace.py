@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,17 +23,24 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
-from torch.fx.proxy import TracerBase
 
 from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.row_iteration import rows_joined
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.trace_patches import (
+    causal_mask_hints_kept,
+    data_detached,
+    functions_of_sizes,
+    functions_with_free_sizes,
+    lines_of_helpers_recorded,
+    rows_left,
+)
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.source_lines import is_users_file, users_name
+from tformer_export.common.source_lines import users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
@@ -330,9 +335,11 @@ def _trace(
         warnings.catch_warnings(),
         quiet(*TRACE_LOGGERS),
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
-        _causal_mask_hints_kept(),
-        _data_detached(),
-        _rows_left(),
+        causal_mask_hints_kept(),
+        data_detached(),
+        functions_of_sizes(),
+        functions_with_free_sizes(),
+        rows_left(),
         lines_of_helpers_recorded(),
     ):
         warnings.simplefilter("ignore")
@@ -361,17 +368,6 @@ def _drop_metadata_checks(program: torch.export.ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-@contextmanager
-def _rows_left() -> Iterator[None]:
-    """Leave torch.vmap if a trace fails inside it, where it stays otherwise."""
-    before = torch._C._functorch.maybe_current_level() or 0
-    try:
-        yield
-    finally:
-        while (torch._C._functorch.maybe_current_level() or 0) > before:
-            torch._C._functorch._vmap_decrement_nesting()
-
-
 def _trace_sizes(
     module: torch.nn.Module, example: Mapping[str, torch.Tensor], shapes: tuple[Any, ...]
 ) -> torch.export.ExportedProgram | None:
@@ -381,59 +377,6 @@ def _trace_sizes(
             return _trace(module, example, shapes)
     except Exception:  # torch.export raises many types; the trace without them stands
         return None
-
-
-@contextmanager
-def _causal_mask_hints_kept() -> Iterator[None]:
-    """Patch torch.nn's Transformer layers, which read a mask's values to detect a causal mask.
-
-    The detection gives attention a hint that changes no result. A trace has no values, so the hint is the caller's
-    `is_causal` for a while. The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
-    """
-    layers = torch.nn.modules.transformer
-    original = layers._detect_is_causal_mask
-    layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
-    try:
-        yield
-    finally:
-        layers._detect_is_causal_mask = original
-
-
-@contextmanager
-def _data_detached() -> Iterator[None]:
-    """Patch `tensor.data`, which a trace does not follow, to the tensor without its gradient.
-
-    The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
-    """
-    original: Any = torch._C.TensorBase.data
-    torch.Tensor.data = property(lambda tensor: tensor.detach(), original.__set__)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del torch.Tensor.data  # the property of the base class is visible again
-
-
-@contextmanager
-def lines_of_helpers_recorded() -> Iterator[None]:
-    """Patch the stack that a trace records for each operation: keep the user's helper functions.
-
-    torch keeps the frames of functions with the name `forward` alone, so a refusal would name the line of forward that
-    calls a helper. The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
-    """
-    original = TracerBase._filter_traceback_frames
-
-    def filter_frames(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-        names = [frame.name for frame in frames]
-        first = names.index("forward") if "forward" in names else len(names)
-        return traceback.StackSummary.from_list(
-            [frame for frame in frames[first:] if frame.name == "forward" or is_users_file(frame.filename)]
-        )
-
-    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
 
 
 def vocabulary_size(captured: CapturedGraph, name: str) -> int | None:

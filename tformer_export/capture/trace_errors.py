@@ -23,6 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
+from tformer_export.capture.trace_patches import SizeFractionError
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
@@ -138,6 +139,12 @@ def explain_trace(
         )
     if "Constraints violated" in text or "specialized" in text:
         return _explain_fixed(text, module, example, step, watch)
+    if isinstance(error, SizeFractionError):
+        return (
+            f"forward makes a whole number of a fraction of a size, at {line_of_error(error)}, which a graph does not "
+            "know for other sizes. Compute it with whole numbers; if the input always has the size of the example, say "
+            'so: axes={"' + next(iter(example)) + '": (0,)}'
+        )
     if "numpy" in text:
         return (
             f"forward hands a tensor to numpy, at {line_of_error(error)}. Only torch's operations can be exported: "

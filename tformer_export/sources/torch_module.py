@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from tformer_export.sources.call.free_axes import Axes, AxisProbe
 from tformer_export.sources.call.heads import find_heads
 from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
 from tformer_export.sources.call.own_caches import MAX_AXES, cache_axes
-from tformer_export.sources.call.signature import parameters_of, required_parameters
+from tformer_export.sources.call.signature import parameters_of, required_parameters, takes_any_name
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
 from tformer_runtime.preprocess.series import TASK
@@ -255,7 +254,7 @@ def _check_arguments(
     one_row: bool = False,
 ) -> None:
     parameters = parameters_of(module)
-    free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    free = takes_any_name(module)
     places: dict[str, str] = {}
     for place, names in (("the example", example), ("masks", masks), ("fixed_arguments", fixed_arguments)):
         for name in names:

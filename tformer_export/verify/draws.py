@@ -66,14 +66,25 @@ class InputDraws:
         return drawn
 
     def draw(self, name: str | None, length: int) -> np.ndarray:
-        """Return random ids of an input without padding, or normal numbers (length, features) of a series."""
+        """Return random ids of an input without padding, or numbers, (length, …)."""
         facts, example = self.inputs[name or ""], self.source.example[name or ""]
         if facts.ids is None:
-            return self.random.standard_normal((length, *example.shape[2:])).astype(example.numpy().dtype)
+            return self._numbers(example.numpy(), length)
         ids = np.arange(facts.ids or 0)
         ids = ids[ids != facts.pad] if name not in self.source.token_types else ids
         ids = np.setdiff1d(ids, self._placeholder_ids) if name == self.source.step_input else ids
-        return self.random.choice(ids, length).astype(example.numpy().dtype)
+        return self.random.choice(ids, (length, *example.shape[2:])).astype(example.numpy().dtype)
+
+    def _numbers(self, example: np.ndarray, length: int) -> np.ndarray:
+        """Return normal numbers (length, …); whole ones from the example's range if it has several, and no others.
+
+        Whole numbers may be the ids of a table, such as months, which has rows for the range alone.
+        """
+        whole = np.array_equal(example, np.round(example)) and len(np.unique(example)) > 1
+        if not whole:
+            return self.random.standard_normal((length, *example.shape[2:])).astype(example.dtype)
+        rows = example.reshape(-1, *example.shape[2:])
+        return self.random.integers(rows.min(0), rows.max(0) + 1, (length, *example.shape[2:])).astype(example.dtype)
 
     def draw_requests(self, lengths: Sequence[int]) -> list[dict[str, np.ndarray]]:
         """Return a request for each length; of one length if histories of a series run together only so."""
@@ -143,8 +154,5 @@ class InputDraws:
             size = items if name in self.source.placeholders else size
             if self.series is not None and name == self.series.input:
                 size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
-            if facts.ids is not None:
-                drawn[name] = self.draw(name, size)
-            else:
-                drawn[name] = self.random.standard_normal((size, *value.shape[2:])).astype(value.numpy().dtype)
+            drawn[name] = self.draw(name, size)
         return drawn

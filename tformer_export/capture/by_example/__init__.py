@@ -1,7 +1,7 @@
 """Trace by example: forward runs on real tensors at several sizes, and its recordings become one program.
 
 recording  one run of forward as a list of operations on data
-size_fit   whole numbers as expressions of the sizes
+size_fit   numbers as expressions of the sizes
 simplify   forward writes to their readers, drop dead operations
 find_loops, rows_of_loops, roll  loops over positions as one operation
 recurrent_layers  recurrent layers of torch as loops

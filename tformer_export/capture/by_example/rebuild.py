@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
 from tformer_export.capture.by_example.recording import InputRef, Slot, StepResult
-from tformer_export.capture.by_example.size_fit import SizeExpression
+from tformer_export.capture.by_example.size_fit import SizeExpression, SizePower
 from tformer_export.capture.by_example.unify import (
     Call,
     DisagreementError,
@@ -81,7 +81,7 @@ class _Builder:
             return self.results[value.number]
         if isinstance(value, (InputRef, Slot)):
             return self.inputs[value.number]
-        if isinstance(value, (SizeExpression, torch.Tensor, Call, Slice)):
+        if isinstance(value, (SizeExpression, SizePower, torch.Tensor, Call, Slice)):
             if id(value) not in self.made:
                 self.made[id(value)] = value, self._make(value)
             return self.made[id(value)][1]
@@ -93,6 +93,8 @@ class _Builder:
         if isinstance(value, SizeExpression):
             computed: Node = self._size(value)
             return computed
+        if isinstance(value, SizePower):
+            return self.graph.call_function(operator.pow, (self._operand(value.base), value.exponent))
         if isinstance(value, Slice):
             node = self._attribute(value.table)
             for axis, size in enumerate(value.shape):

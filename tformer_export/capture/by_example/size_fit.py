@@ -1,4 +1,4 @@
-"""Whole numbers as expressions of the free sizes, inferred from their values at several sizes.
+"""Numbers as expressions of the free sizes, inferred from their values at several sizes.
 
 A number of a recording, such as the 24 of `view(24, 8)`, follows from the sizes of the inputs or is a constant. Its
 values at several sizes tell which.
@@ -7,10 +7,13 @@ values at several sizes tell which.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+EXPONENTS = 1.0, 0.5, -1.0, -0.5  # of powers of sizes
+ROUNDING = 1e-9  # of such a power, over its value
 MAX_DIVISOR = 64  # of a quotient of sizes
 
 Sizes = tuple[int, ...]  # one value for each free size
@@ -27,6 +30,28 @@ class SizeExpression:
 
     def at(self, sizes: Sequence[int]) -> int:
         return (sum(factor * _value(m, sizes) for factor, m in self.terms) + self.offset) // self.divisor
+
+
+@dataclass(frozen=True)
+class SizePower:
+    """base ** exponent, such as the square root of a size."""
+
+    base: SizeExpression
+    exponent: float
+
+
+def fit_power(values: Sequence[float], samples: Sequence[Sizes]) -> SizePower | None:
+    """Return a power of an expression with these values, a root or quotient, or None."""
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        return None
+    for exponent in EXPONENTS:
+        bases = [value ** (1 / exponent) for value in values]
+        whole = [round(base) for base in bases]
+        if all(math.isclose(base, number, rel_tol=ROUNDING) for base, number in zip(bases, whole, strict=True)):
+            found = fit(whole, samples)
+            if found is not None:
+                return SizePower(found, exponent)
+    return None
 
 
 def fit(values: Sequence[int], samples: Sequence[Sizes]) -> SizeExpression | None:

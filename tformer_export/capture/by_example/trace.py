@@ -31,6 +31,7 @@ from tformer_export.common.fx_nodes import DENSE_SIZES
 logger = logging.getLogger(__name__)
 
 FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other recordings 2 more
+BY_CHANCE = 2  # times the lengths of the recordings: a program that holds no further has their numbers
 FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
@@ -100,7 +101,10 @@ class _Tracer:
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
             check_reads(self.module, self.draws, recordings, samples, fewer)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
-        rebuilt.max_length = proven[-1] if proven != longest else None
+        if proven != longest:
+            if max(proven[1:]) < BY_CHANCE * max(size for sample in samples for size in sample[1:]):
+                raise DisagreementError(f"other operations run beyond a length of {max(proven[1:])}", None)
+            rebuilt.max_length = proven[-1]
         return rebuilt
 
     def _recordings(self, samples: Sequence[Sizes], kind: DataKind) -> tuple[list[Recording], bool]:

@@ -24,7 +24,7 @@ from tformer_export.capture.by_example.recording import (
     Step,
     writes,
 )
-from tformer_export.capture.by_example.size_fit import SizeExpression, Sizes, fit
+from tformer_export.capture.by_example.size_fit import SizeExpression, Sizes, fit, fit_power
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import is_same
 
@@ -168,6 +168,8 @@ class _Unifier:
             return {key: self._general([case[key] for case in cases]) for key in first}
         if isinstance(first, int) and not isinstance(first, bool):
             return self._number(cases)
+        if isinstance(first, float) and len(set(cases)) > 1 and (power := fit_power(cases, self.sizes)) is not None:
+            return power
         if any(case != first and not _both_nan(case, first) for case in cases):
             raise self._disagreement(f"an operand is {first} at one size and another at others")
         return first

@@ -1,0 +1,181 @@
+"""Models that run once per input, in the styles of published forecasters, export unchanged and equal PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from tiny import WIDTH, Attention
+
+from tformer_export import export
+from tformer_runtime import UnsupportedModelError
+from tformer_runtime.engine.engine import Engine
+
+COLUMNS, HISTORY = 3, 12
+# A result is a sum of at most 96 products after at most eight layers, each with as many, and float32 rounds each
+# partial sum by 2⁻²⁴ of its value: 9 · 96 · 2⁻²⁴ of the range.
+TOLERANCE = 5e-5
+
+
+class Encoder(nn.Module):
+    """Numbers (batch, time, columns) → numbers of the same shape, by one attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.attention, self.leave = nn.Linear(COLUMNS, WIDTH), Attention(), nn.Linear(WIDTH, COLUMNS)
+
+    def encode(self, x, mask=None):
+        states = self.enter(x)
+        return self.leave(states + self.attention(states, mask))
+
+    def forward(self, x):
+        return self.encode(self.change(x))
+
+    def change(self, x):
+        return x
+
+
+class DistanceGrid(Encoder):
+    """Distances by a grid of positions, without the argument `indexing`."""
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1])
+        rows, columns = torch.meshgrid(positions, positions)
+        return self.encode(x, (rows - columns).abs() > 3)
+
+
+class MaskOfNumpy(Encoder):
+    """A mask that numpy makes, and a division by the root of the length."""
+
+    def forward(self, x):
+        far = np.empty((x.shape[1], x.shape[1]))
+        i, j = np.indices(far.shape)
+        far[i, j] = np.abs(i - j) > 3
+        return self.encode(x, torch.BoolTensor(far)) / np.sqrt(x.shape[1])
+
+
+class RootOfLength(Encoder):
+    def change(self, x):
+        return x / math.sqrt(x.shape[1]) + x * np.sqrt(x.shape[1]) + x / math.log(1 + x.shape[1], 2)
+
+
+class Dates(Encoder):
+    """Months and hours as numbers of floating point, which are the ids of two tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.months, self.hours = nn.Embedding(13, COLUMNS), nn.Embedding(24, COLUMNS)
+
+    def forward(self, x, dates):
+        dates = dates.long()
+        return self.encode(x + self.months(dates[:, :, 0]) + self.hours(dates[:, :, 1]))
+
+
+class ChosenFrequencies(Encoder):
+    """Weights for two frequencies, which are written into a spectrum of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(COLUMNS, 2, 2))
+
+    def change(self, x):
+        spectrum = torch.fft.rfft(x, dim=1)
+        chosen = torch.zeros(x.shape[0], x.shape[1] // 2 + 1, COLUMNS, dtype=torch.cfloat)
+        for place, frequency in enumerate((0, 2)):
+            chosen[:, place, :] = spectrum[:, frequency, :] * torch.view_as_complex(self.scale)[:, place]
+        return x + torch.fft.irfft(chosen, n=x.shape[1], dim=1)
+
+
+class StrongestFrequencies(Encoder):
+    """The two strongest frequencies of each column, by an index tensor for each axis."""
+
+    def change(self, x):
+        spectrum = torch.fft.rfft(x, dim=1)[:, 1:]
+        strongest = spectrum.abs().topk(2, dim=1).indices
+        rows, columns = torch.meshgrid(torch.arange(x.shape[0]), torch.arange(COLUMNS))
+        chosen = spectrum[rows.unsqueeze(1), strongest, columns.unsqueeze(1)]
+        again = spectrum.gather(1, strongest).unsqueeze(-1).expand(-1, -1, -1, 2)[..., 1]
+        return x + chosen.abs().mean(1, keepdim=True) * torch.cos(again.angle().sum(1, keepdim=True))
+
+
+class HyperbolicTangent(Encoder):
+    """Attention between spectra, whose scores are complex numbers."""
+
+    def change(self, x):
+        spectrum = torch.fft.rfft(x, dim=1)[:, :3]
+        scores = torch.einsum("bfc,bgc->bfg", spectrum, spectrum).tanh()
+        return x + torch.einsum("bfg,bgc->bfc", scores, spectrum).abs().sum(1, keepdim=True)
+
+
+class Pooled(Encoder):
+    def change(self, x):
+        return F.max_pool1d(x.transpose(1, 2), 3, 2, 1).transpose(1, 2)
+
+
+class UnnamedArguments(Encoder):
+    def forward(self, *inputs):
+        x, dates = inputs
+        return self.encode(x + dates.mean(-1, keepdim=True))
+
+
+class OneIdInAnAxis(Encoder):
+    """ids (batch, time, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(24, COLUMNS)
+
+    def forward(self, ids):
+        return self.encode(self.tokens(ids).sum(2))
+
+
+def draw(rows: int, time: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dates = [torch.randint(low, high, (rows, time), generator=generator) for low, high in ((1, 13), (0, 24))]
+    numbers = torch.randn(rows, time, COLUMNS, generator=generator)
+    ids = torch.randint(24, (rows, time, 1), generator=generator)
+    return {"x": numbers, "dates": torch.stack(dates, -1).float(), "ids": ids}
+
+
+MODELS: Mapping[type[Encoder], tuple[str, ...]] = {
+    DistanceGrid: ("x",), MaskOfNumpy: ("x",), RootOfLength: ("x",), Dates: ("x", "dates"), ChosenFrequencies: ("x",),
+    StrongestFrequencies: ("x",), HyperbolicTangent: ("x",), Pooled: ("x",), UnnamedArguments: ("x", "dates"),
+    OneIdInAnAxis: ("ids",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_file_matches_module(build: type[Encoder], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = build().eval(), tmp_path / "model.onnx"
+    names = MODELS[build]
+    export(model, path, {name: draw(2, HISTORY, 0)[name] for name in names})
+    engine = Engine(path, "cpu", threads=1)
+    for rows, time in ((1, 9), (3, 12), (5, 16)):
+        inputs: dict[str, Any] = {name: draw(rows, time, rows)[name] for name in names}
+        (actual,) = engine.encode({name: [*value.numpy()] for name, value in inputs.items()}, rows).values()
+        with torch.no_grad():
+            expected = model(*inputs.values()).numpy()
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+
+
+class RootInAnIndex(Encoder):
+    def change(self, x):
+        side = int(math.sqrt(x.shape[1]))
+        return x + (torch.arange(x.shape[1]) // side)[:, None]
+
+
+def test_whole_number_of_a_root_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"makes a whole number of a fraction of a size, at .*side = int"
+    ) as e:
+        export(RootInAnIndex().eval(), tmp_path / "model.onnx", {"x": draw(2, HISTORY, 0)["x"]})
+    assert 'axes={"x": (0,)}' in str(e.value)
+    export(RootInAnIndex().eval(), tmp_path / "fixed.onnx", {"x": draw(2, HISTORY, 0)["x"]}, axes={"x": (0,)})

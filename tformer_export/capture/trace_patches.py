@@ -1,0 +1,155 @@
+"""Patches of torch and Python's functions while a model is traced. They hold for the whole process.
+
+The caller holds TORCH_PATCH_LOCK.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.proxy import TracerBase
+
+from tformer_export.common.source_lines import is_users_file
+
+ROOT = 0.5
+LOGARITHMS = {"log": torch.log, "log2": torch.log2, "log10": torch.log10}
+
+
+class SizeFractionError(TypeError):
+    """forward makes a whole number of a fraction of a size, or of its root."""
+
+
+@contextmanager
+def functions_of_sizes() -> Iterator[None]:
+    """Patch the functions of `math` and methods that numpy calls: a root or logarithm of a size is traced with it.
+
+    Otherwise they would give the number for the example's size, or fail. `int()` of a fraction of a size has to give
+    such a number: it fails.
+    """
+    number: Any = torch.SymInt
+    fraction: Any = torch.SymFloat
+    original_int = fraction.__int__
+    fraction.__int__ = _refuse_number
+    originals = {name: getattr(math, name) for name in ("sqrt", *LOGARITHMS)}
+    functions: dict[str, Callable[..., Any]] = {"sqrt": lambda size: size**ROOT}
+    functions |= {name: _logarithm(function) for name, function in LOGARITHMS.items()}
+    for name, function in functions.items():
+        setattr(math, name, _for_sizes(originals[name], function))
+        setattr(number, name, function)
+    try:
+        yield
+    finally:
+        fraction.__int__ = original_int
+        for name, original in originals.items():
+            setattr(math, name, original)
+            delattr(number, name)
+
+
+def _refuse_number(value: torch.SymFloat) -> int:
+    if value.node.is_constant():
+        return int(value.node.guard_float("", 0))
+    raise SizeFractionError("it makes a whole number of a fraction of a size")
+
+
+def _logarithm(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def of_size(size: torch.SymInt, *base: float) -> torch.Tensor:
+        whole = torch.scalar_tensor(size, dtype=torch.float64)  # type: ignore[arg-type]
+        result = function(whole)
+        return result / math.log(*base) if base else result
+
+    return of_size
+
+
+def _for_sizes(original: Callable[..., Any], of_size: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, *rest: (of_size if isinstance(value, torch.SymInt) else original)(value, *rest)
+
+
+@contextmanager
+def functions_with_free_sizes() -> Iterator[None]:
+    """Patch functions of torch that a trace with free sizes cannot follow to others with the same results."""
+    meshgrid, max_pool = torch.functional.meshgrid, torch.max_pool1d
+
+    def indexed(*tensors: Any, indexing: str | None = None) -> Any:
+        return meshgrid(*tensors, indexing=indexing or "ij")
+
+    def pooled(
+        x: torch.Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    ) -> torch.Tensor:
+        size, padding, dilation = (torch.nn.modules.utils._single(value) for value in (size, padding, dilation))
+        stride = torch.nn.modules.utils._single(stride) or size
+        row = (1, *size), (1, *stride), (0, *padding), (1, *dilation), ceil_mode
+        return torch.max_pool2d(x.unsqueeze(-2), *row).squeeze(-2)
+
+    torch.functional.meshgrid = torch.meshgrid = indexed
+    torch.max_pool1d = pooled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.functional.meshgrid = torch.meshgrid = meshgrid
+        torch.max_pool1d = max_pool
+
+
+@contextmanager
+def rows_left() -> Iterator[None]:
+    """Leave torch.vmap if a trace fails inside it, where it stays otherwise."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
+
+
+@contextmanager
+def causal_mask_hints_kept() -> Iterator[None]:
+    """Patch torch.nn's Transformer layers, which read a mask's values to detect a causal mask.
+
+    The detection gives attention a hint that changes no result. A trace has no values, so the hint is the caller's
+    `is_causal` for a while.
+    """
+    layers = torch.nn.modules.transformer
+    original = layers._detect_is_causal_mask
+    layers._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        layers._detect_is_causal_mask = original
+
+
+@contextmanager
+def data_detached() -> Iterator[None]:
+    """Patch `tensor.data`, which a trace does not follow, to the tensor without its gradient."""
+    original: Any = torch._C.TensorBase.data
+    torch.Tensor.data = property(lambda tensor: tensor.detach(), original.__set__)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data  # the property of the base class is visible again
+
+
+@contextmanager
+def lines_of_helpers_recorded() -> Iterator[None]:
+    """Patch the stack that a trace records for each operation: keep the user's helper functions.
+
+    torch keeps the frames of functions with the name `forward` alone, so a refusal would name the line of forward that
+    calls a helper.
+    """
+    original = TracerBase._filter_traceback_frames
+
+    def filter_frames(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+        names = [frame.name for frame in frames]
+        first = names.index("forward") if "forward" in names else len(names)
+        return traceback.StackSummary.from_list(
+            [frame for frame in frames[first:] if frame.name == "forward" or is_users_file(frame.filename)]
+        )
+
+    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
