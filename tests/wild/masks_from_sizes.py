@@ -29,6 +29,17 @@ class IndexAssignment(TinyDecoder):
         return mask
 
 
+class TriangleOfScores(TinyDecoder):
+    """The scores of future positions are overwritten in their place."""
+
+    def mix(self, x, idx):
+        q, k, v = (part.transpose(1, 2) for part in self.attention.heads(x))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        later = torch.triu_indices(idx.shape[1], idx.shape[1], offset=1)
+        scores[..., later[0], later[1]] = float("-inf")
+        return self.attention.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Numpy(TinyDecoder):
     """The annotated Transformer's subsequent_mask, in the form of its first edition."""
 
@@ -116,6 +127,7 @@ CASES = [
     Case("mask-sum-of-bools", SumOfBools, exports_file=True),
     Case("mask-loop", LoopOverRows, exports_file=True),
     Case("mask-indices", IndexAssignment),
+    Case("mask-triangle-of-scores", TriangleOfScores, exports_file=True),
     Case("mask-numpy", Numpy),
     Case("mask-grown", GrownTable, exports_file=True),
     Case("mask-same-size", SameSizeAsBefore, exports_file=True),

@@ -37,6 +37,7 @@ from tformer_export.capture.trace_patches import (
     rows_left,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
+from tformer_export.capture.triangle_indices import triangles_filled
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
@@ -339,6 +340,7 @@ def _trace(
         data_detached(),
         functions_of_sizes(),
         functions_with_free_sizes(),
+        triangles_filled(),
         rows_left(),
         lines_of_helpers_recorded(),
     ):

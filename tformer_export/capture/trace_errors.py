@@ -75,7 +75,9 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
         files = [frame.f_code.co_filename for frame, _ in walked]
         here = files.index(__file__)
         caller = max((i for i, file in enumerate(files[:here]) if file.startswith(OUR_PACKAGE)), default=-1)
-        return find_users_place(walked[caller + 1 : here])  # the frames before it belong to the caller of the export
+        return find_users_place(
+            walked[caller + 1 : here], or_innermost=False
+        )  # the frames before it belong to the caller of the export
 
     def axes(env: Any, symbol: Any) -> list[InputAxis]:
         return watch.axes(" ".join(str(getattr(s, "name", s)) for s in env.var_to_sources.get(symbol, [])))

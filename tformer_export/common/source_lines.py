@@ -40,10 +40,12 @@ def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
     return f"{file}:{users[-1].lineno}: {(users[-1].line or '').strip()}"
 
 
-def find_users_place(walked: Iterable[tuple[FrameType, int]]) -> str:
+def find_users_place(walked: Iterable[tuple[FrameType, int]], or_innermost: bool = True) -> str:
     """Return the user's innermost line among frames, which come outermost first.
 
     For a model without a line of the user's code, return the innermost module that was running.
+
+    or_innermost: whether to return the innermost line if no module was running either, or "".
     """
     walked = list(walked)
     summary = traceback.StackSummary.extract(iter(walked))
@@ -51,7 +53,7 @@ def find_users_place(walked: Iterable[tuple[FrameType, int]]) -> str:
         return users_line(summary)
     running = [m for frame, _ in walked if isinstance(m := frame.f_locals.get("self"), torch.nn.Module)]
     if not running:
-        return users_line(summary)
+        return users_line(summary) if or_innermost else ""
     path = {part: name for name, part in running[0].named_modules()}.get(running[-1], "")
     path = users_name(path.removeprefix("_export_root."))
     return f"`{path}` ({type(running[-1]).__name__})" if path else type(running[-1]).__name__

@@ -22,12 +22,16 @@ def with_facts(draws: InputDraws, recording: Recording) -> InputDraws:
 
 
 def _vocabulary(recording: Recording, draws: InputDraws) -> dict[str, int]:
-    """Return the number of ids of each input that is looked up in a table."""
+    """Return the number of ids of each input that is looked up in tables: that of the smallest.
+
+    An input of numbers, such as dates, may have columns for several tables. It keeps the numbers of the example.
+    """
     names = list(draws.example)
     found: dict[str, int] = {}
     for step, i in _readers(recording, len(names)):
-        if step.target is aten.embedding.default:
-            found.setdefault(names[i], int(step.args[0].value.shape[0]))
+        if step.target is aten.embedding.default and not draws.example[names[i]].is_floating_point():
+            rows = int(step.args[0].value.shape[0])
+            found[names[i]] = min(rows, found.get(names[i], rows))
     return found
 
 
