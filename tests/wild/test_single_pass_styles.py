@@ -14,8 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tiny import WIDTH, Attention
 
-from tformer_export import export
-from tformer_runtime import UnsupportedModelError
+from tformer_export import export, padding
+from tformer_runtime import InputError, UnsupportedModelError
 from tformer_runtime.engine.engine import Engine
 
 COLUMNS, HISTORY = 3, 12
@@ -164,6 +164,35 @@ def test_file_matches_module(build: type[Encoder], tmp_path: Path) -> None:
         with torch.no_grad():
             expected = model(*inputs.values()).numpy()
         np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+
+
+class OneLength(Encoder):
+    """A class for a history of one length, whose padding is described: learned positions, and a layer over all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(HISTORY, COLUMNS))
+        self.classes = nn.Linear(HISTORY * COLUMNS, 4)
+
+    def forward(self, x, valid):
+        states = self.encode(x + self.positions, ~valid[:, None, None]) * valid.unsqueeze(-1)
+        return self.classes(states.flatten(1))
+
+
+def test_short_rows_of_an_input_of_one_length_are_padded_to_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = OneLength().eval(), tmp_path / "model.onnx"
+    export(model, path, {"x": draw(2, HISTORY, 0)["x"]}, masks={"valid": padding("x")})
+    rows = [draw(1, time, time)["x"][0] for time in (HISTORY, 5, 1)]
+    engine = Engine(path, "cpu", threads=1)
+    (actual,) = engine.encode({"x": [row.numpy() for row in rows]}, len(rows)).values()
+    for row, result in zip(rows, actual.numpy(), strict=True):
+        padded = F.pad(row, (0, 0, 0, HISTORY - len(row)), value=7.0)  # hidden, whatever it is
+        with torch.no_grad():
+            expected = model(padded[None], torch.arange(HISTORY)[None] < len(row))[0].numpy()
+        np.testing.assert_allclose(result, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
+    with pytest.raises(InputError, match=rf"has the shape \({HISTORY + 1}, 3\)"):
+        engine.encode({"x": [draw(1, HISTORY + 1, 0)["x"][0].numpy()]}, 1)
 
 
 class RootInAnIndex(Encoder):

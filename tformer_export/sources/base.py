@@ -191,6 +191,9 @@ def as_float32(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).float()
 
 
-def build_mask(mask: Mask, value: torch.Tensor) -> torch.Tensor:
-    """Build a mask of a `Source` for an input without padding."""
-    return mask.build(torch.ones(value.shape[:2], dtype=torch.bool), {}, padded=False)
+def build_mask(mask: Mask, value: torch.Tensor, length: int | None = None) -> torch.Tensor:
+    """Build a mask of a `Source` for an input without padding, or with padding after a number of positions."""
+    keep = torch.ones(value.shape[:2], dtype=torch.bool)
+    if length is not None:
+        keep[:, length:] = False
+    return mask.build(keep, {}, padded=False)

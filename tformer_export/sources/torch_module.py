@@ -80,7 +80,7 @@ def from_module(
         name=type(module).__name__,
         task=task or _default_task(tensors, step_input, series),
         masks=call.keep_masks,
-        axes={name: (0, 1)[: len(own)] for name, own in free.axes.items()},
+        axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
         min_lengths=free.min_lengths,
         special_tokens=special_tokens or SpecialTokens(),
         max_length=max_length,
@@ -107,6 +107,10 @@ class _Call:
         """The name of the keep-mask of each request input whose padding changes an argument."""
         padded = [mask.of for mask in self.described.values() if mask.of != self.step_input and mask.depends_on_padding]
         return {of: f"{of}.keep" for of in padded}
+
+    def with_keeps(self, axes: Axes) -> Axes:
+        """Return the axes of the inputs and of their keep-masks, whose time is free if that of the input is."""
+        return {**axes, **{keep: (0, 1)[: len(axes[of])] for of, keep in self.keeps.items() if of in axes}}
 
     @property
     def keep_masks(self) -> dict[str, Mask]:

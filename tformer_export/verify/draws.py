@@ -148,7 +148,9 @@ class InputDraws:
                 drawn[name] = np.array(self._requests % (len(self.source.adapters) + 1))
                 continue
             facts, axes = self.inputs[name], self.source.axes.get(name, (0, 1))
-            size = min(length, facts.max_length or length) if 1 in axes else value.shape[1]
+            longest = facts.max_length if 1 in axes else value.shape[1]
+            is_padded = any(mask.of == name for mask in self.source.masks.values())
+            size = min(length, longest or length) if 1 in axes or is_padded else value.shape[1]
             if name in self.source.min_lengths and 1 in axes:  # half of the model's minimum for each position
                 size = max(self.source.min_lengths[name], self.source.min_lengths[name] * length // 2)
             size = items if name in self.source.placeholders else size

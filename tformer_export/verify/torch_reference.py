@@ -22,6 +22,8 @@ MAX_RUNS = 16  # of a source that returns one position for each run; at least th
 class Reference:
     """The source model on one row at a time: nothing is padded, so nothing can be masked wrongly.
 
+    Rows of an input of one size that has a mask are padded to that size, as the model needs it.
+
     gives_last: whether it returns logits of the last position only. It then runs for each compared position.
     """
 
@@ -92,15 +94,24 @@ class Reference:
     def inputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> dict[str, torch.Tensor]:
         """Return one row's inputs of the module, in forward's order, with their batch axis and the masks."""
         values: dict[str, torch.Tensor] = {
-            name: torch.from_numpy(np.require(value, requirements="C"))[None] for name, value in requests.items()
+            name: torch.from_numpy(np.require(self._padded(name, value), requirements="C"))[None]
+            for name, value in requests.items()
         }
         if self.source.step_input is not None and tokens is not None:
             values[self.source.step_input] = torch.from_numpy(tokens)[None]
         masks = self.source.masks
+        sizes = {name: len(value) for name, value in requests.items()}
         return {
-            name: build_mask(masks[name], values[masks[name].of]) if name in masks else values[name]
+            name: build_mask(mask, values[mask.of], sizes.get(mask.of)) if (mask := masks.get(name)) else values[name]
             for name in self.source.example
         }
+
+    def _padded(self, name: str, value: np.ndarray) -> np.ndarray:
+        """Return a row of an input with a mask, padded with zeros to its size if it has one."""
+        if 1 in self.source.axes.get(name, (0, 1)) or all(mask.of != name for mask in self.source.masks.values()):
+            return value
+        padding = self.source.example[name].shape[1] - len(value)
+        return np.pad(value, ((0, padding), *[(0, 0)] * (value.ndim - 1)))
 
 
 @contextmanager

@@ -51,14 +51,24 @@ def padded_request_arrays(
     names = [spec.name for spec in specs if spec.role != "mask"]
     if set(requests) != set(names):
         raise InputError(f"the model reads the inputs {', '.join(names)}, not {', '.join(requests) or 'none'}")
-    arrays = {s.name: _pad_rows(s, requests[s.name], rows, extra_padding) for s in specs if s.role != "mask"}
+    masked = {spec.of for spec in specs if spec.role == "mask"}
+    arrays = {
+        spec.name: _pad_rows(spec, requests[spec.name], rows, extra_padding, spec.name in masked)
+        for spec in specs
+        if spec.role != "mask"
+    }
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in names}
     masks = {spec.name: _make_mask(spec, lengths, arrays) for spec in specs if spec.role == "mask"}
     return {**arrays, **masks}
 
 
-def _pad_rows(spec: RequestInput, values: Sequence[Array], rows: int, extra_padding: int) -> Array:
-    """Stack rows, padding every free axis at its end to the largest row."""
+def _pad_rows(
+    spec: RequestInput, values: Sequence[Array], rows: int, extra_padding: int, masked: bool = False
+) -> Array:
+    """Stack rows, padding every free axis at its end to the largest row.
+
+    masked: whether the model has a mask of the rows. A time axis of one size is then padded to that size.
+    """
     if len(values) != rows:
         raise InputError(f"input {spec.name} has {len(values)} rows where {rows} are to be run")
     items = [np.asarray(value) for value in values]
@@ -70,11 +80,14 @@ def _pad_rows(spec: RequestInput, values: Sequence[Array], rows: int, extra_padd
             raise InputError(f"input {spec.name} is empty")
         if spec.max_length is not None and len(item) > spec.max_length:
             raise InputError(f"input {spec.name} is {len(item)} long and the model takes at most {spec.max_length}")
-        for size, expected in zip(item.shape, row_shape, strict=True):
-            if isinstance(expected, int) and size != expected:
+        for axis, (size, expected) in enumerate(zip(item.shape, row_shape, strict=True)):
+            fits = not isinstance(expected, int) or size == expected or (masked and axis == 0 and size < expected)
+            if not fits:
                 raise InputError(f"input {spec.name} has the shape {item.shape} where {row_shape} is needed")
     shape = [max(item.shape[axis] for item in items) for axis in range(len(row_shape))]
-    if isinstance(row_shape[0], str):
+    if isinstance(row_shape[0], int):
+        shape[0] = row_shape[0]
+    else:
         shape[0] = min(shape[0] + extra_padding, spec.max_length or shape[0] + extra_padding)
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in enumerate(items):
