@@ -51,6 +51,7 @@ from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
 from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.by_example.unify import LoopError
+from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_modules
 from tformer_export.capture.trace import (
     CapturedGraph,
@@ -71,6 +72,7 @@ from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.passes import run_passes
 from tformer_export.passes.names import CONTEXT, ENCODED
 from tformer_export.sources import Source
+from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.difference_locator import DifferenceLocator
@@ -290,11 +292,13 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
         repeats = rehearse(source).repeats
         if not repeats:
             refuse_random_module(source)
-        try:
-            rebuilt = _rebuild(module, source, longest) if repeats else None
-        except LoopError as error:
-            raise UnsupportedModelError(explain_loop(error)) from error
-        if rebuilt is not None:
+        for candidate in (module, RowByRow(module)) if repeats else ():  # the code may loop over the rows
+            try:
+                rebuilt = _rebuild(candidate, source, longest)
+            except LoopError as error:
+                raise UnsupportedModelError(explain_loop(error)) from error
+            if rebuilt is None:
+                continue
             with suppress(TraceFailedError, UnsupportedModelError):
                 graph = trace(rebuilt)
                 if rebuilt.max_length is not None and graph.time is not None:
@@ -336,7 +340,7 @@ def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> Rebuil
         source.masks,
         frozenset() if padding is None else frozenset({padding}),
     )
-    with lines_of_helpers_recorded():
+    with lines_of_helpers_recorded(), masked_writes():
         return trace_by_example(module, draws, source.min_drawn_length, max_length)
 
 

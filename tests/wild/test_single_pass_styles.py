@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tiny import WIDTH, Attention
 
-from tformer_export import export, padding
+from tformer_export import export, lengths, padding
 from tformer_runtime import InputError, UnsupportedModelError
 from tformer_runtime.engine.engine import Engine
 
@@ -193,6 +193,30 @@ def test_short_rows_of_an_input_of_one_length_are_padded_to_it(tmp_path: Path) -
         np.testing.assert_allclose(result, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))
     with pytest.raises(InputError, match=rf"has the shape \({HISTORY + 1}, 3\)"):
         engine.encode({"x": [draw(1, HISTORY + 1, 0)["x"][0].numpy()]}, 1)
+
+
+class LoopOverRows(Encoder):
+    """A mask that a loop over the rows of a batch makes from their lengths."""
+
+    def forward(self, x, counts):
+        valid = x.new_ones(x.shape[:2])
+        for row in range(x.shape[0]):
+            valid[row, counts[row] :] = 0
+        return self.encode(x * valid.unsqueeze(-1), valid[:, None, None] == 0)
+
+
+def test_loop_over_rows_exports(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = LoopOverRows().eval(), tmp_path / "model.onnx"
+    export(model, path, {"x": draw(2, HISTORY, 0)["x"]}, masks={"counts": lengths("x")})
+    batch, counts = draw(3, HISTORY, 1)["x"], torch.tensor([HISTORY, 5, 1])
+    engine = Engine(path, "cpu", threads=1)
+    rows = [row[:count].numpy() for row, count in zip(batch, counts, strict=True)]
+    (actual,) = engine.encode({"x": rows}, len(rows)).values()
+    with torch.no_grad():
+        expected = model(batch, counts).numpy()
+    for count, result, row in zip(counts, actual.numpy(), expected, strict=True):
+        np.testing.assert_allclose(result[:count], row[:count], rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
 class RootInAnIndex(Encoder):

@@ -26,6 +26,7 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
+from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
 from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.trace_patches import (
@@ -37,7 +38,6 @@ from tformer_export.capture.trace_patches import (
     rows_left,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
-from tformer_export.capture.triangle_indices import triangles_filled
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
@@ -340,7 +340,7 @@ def _trace(
         data_detached(),
         functions_of_sizes(),
         functions_with_free_sizes(),
-        triangles_filled(),
+        masked_writes(),
         rows_left(),
         lines_of_helpers_recorded(),
     ):

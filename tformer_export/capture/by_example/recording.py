@@ -22,7 +22,7 @@ from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import WriteUndo, unchanged
-from tformer_export.sources.call.one_row import OverRows
+from tformer_export.sources.call.one_row import OverRows, RowByRow
 
 READS_SHAPE_ALONE = {
     aten.zeros_like.default,
@@ -198,7 +198,9 @@ def record(
         with mode:
             return call(*values)
 
-    maps_rows = any(isinstance(part, OverRows) for part in module.modules())  # torch.vmap is no operation itself
+    maps_rows = any(
+        isinstance(part, (OverRows, RowByRow)) for part in module.modules()
+    )  # torch.vmap is no operation itself
     with torch.no_grad():
         with unchanged(module), WriteUndo(module, []):
             tracer = make_fx(

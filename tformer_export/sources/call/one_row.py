@@ -36,6 +36,25 @@ class OverRows(nn.Module):
         return outputs[0] if list(outputs) == [0] else outputs
 
 
+class RowByRow(nn.Module):
+    """A module that runs another for each row alone, as a batch of one row (`torch.vmap`). Inputs have the batch first.
+
+    It computes the same if no row depends on the others. So code that loops over the rows has one row.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = False
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        def run(*rows: torch.Tensor) -> Any:
+            outputs = self.module(*(row.unsqueeze(0) for row in rows))
+            return tuple(out.squeeze(0) for out in outputs) if isinstance(outputs, tuple) else outputs.squeeze(0)
+
+        return torch.vmap(run)(*inputs)
+
+
 def batch_axes_of(example: Mapping[str, torch.Tensor], masks: Mapping[str, Mask]) -> dict[str, int]:
     """Return the batch axis of each input and mask that has one."""
     return dict.fromkeys(example, 0) | {n: m.shape.index(BATCH) for n, m in masks.items() if BATCH in m.shape}
