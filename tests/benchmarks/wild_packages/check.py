@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from torch import nn
-from wild_packages.entry import END, START, Entry
+from wild_packages.entry import END, PAD, START, Entry
 
 from tformer_runtime import Model
 
@@ -50,7 +50,9 @@ def _check_tokens(entry: Entry, module: nn.Module, model: Model) -> Verdict:
         starts = [entry.inputs[str(entry.step)].draw(random, length).tolist() for length in PROMPTS]
     expected = [greedy(entry, module, request, start) for request, start in zip(requests, starts, strict=True)]
     if len({token for row in expected for token in row}) < MIN_DISTINCT:
-        raise DullError(f"the tokens do not vary: {expected}")
+        raise DullError(f"the tokens do not vary, choose another seed or gain: {expected}")
+    if PAD in {token for row in expected for token in row}:
+        raise DullError("the original generates the pad id, which nothing says how to read: choose another seed")
     given = [{n: others[n].time_first(row) for n, row in request.items()} for request in requests] if others else starts
     results = model.generate_batch(given, max_new_tokens=NEW_TOKENS)
     actual = [list(result.token_ids) for result in results]

@@ -17,10 +17,10 @@ def x_transformer() -> nn.Module:
     return TransformerWrapper(num_tokens=V, max_seq_len=64, attn_layers=layers)
 
 
-def x_window() -> nn.Module:
+def x_alibi() -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
-    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=16, alibi_pos_bias=True, attn_sliding_window=6)
+    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=16, alibi_pos_bias=True, shift_tokens=1)
     return TransformerWrapper(num_tokens=V, max_seq_len=64, use_abs_pos_emb=False, attn_layers=layers)
 
 
@@ -96,17 +96,6 @@ def gate_loop() -> nn.Module:
     return Transformer(num_tokens=V, dim=32, depth=2, heads=4, dim_head=16, use_gate_looped_attn=False)
 
 
-def lens() -> nn.Module:
-    from transformer_lens import HookedTransformer, HookedTransformerConfig
-
-    return HookedTransformer(
-        HookedTransformerConfig(
-            n_layers=2, d_model=32, n_ctx=64, d_head=16, n_heads=4, d_vocab=V, act_fn="gelu_new",
-            positional_embedding_type="rotary", rotary_dim=8, device="cpu",
-        )
-    )  # fmt: skip
-
-
 def speech_brain() -> nn.Module:
     from speechbrain.lobes.models.transformer.TransformerLM import TransformerLM
 
@@ -157,17 +146,13 @@ def g_mlp() -> nn.Module:
     return gMLP(num_tokens=V, dim=32, depth=2, seq_len=64, causal=True, attn_dim=16)
 
 
-def labml_gpt() -> nn.Module:
-    raise NotImplementedError
-
-
 def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> Entry:
     return Entry(package, model, build, {name: ids(V)}, name, **more)
 
 
 ENTRIES = [
     one("x-transformers", "TransformerWrapper, grouped queries", x_transformer),
-    one("x-transformers", "TransformerWrapper, ALiBi, window", x_window),
+    one("x-transformers", "TransformerWrapper, ALiBi, shifted tokens", x_alibi),
     one("torchtune", "llama3", tune_llama, "tokens"),
     one("torchtune", "gemma2, window, soft-capping", tune_gemma, "tokens"),
     one("litgpt", "GPT, as Llama", lit_llama, "idx"),
@@ -177,7 +162,6 @@ ENTRIES = [
     one("local-attention", "LocalTransformer", local),
     one("local-attention", "LocalTransformer, dynamic bias", local_bias),
     one("gateloop-transformer", "Transformer, attention", gate_loop),
-    one("transformer-lens", "HookedTransformer", lens, "input"),
     one("speechbrain", "TransformerLM", speech_brain, "src"),
     one("MEGABYTE-pytorch", "MEGABYTE", megabyte, "ids"),
     one("memorizing-transformers-pytorch", "MemorizingTransformer", memorizing),
