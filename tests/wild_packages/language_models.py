@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+
 from wild_packages.entry import VOCABULARY, Entry, ids
 
 V = VOCABULARY
@@ -78,7 +79,9 @@ def palm() -> nn.Module:
 def local() -> nn.Module:
     from local_attention import LocalTransformer
 
-    return LocalTransformer(num_tokens=V, dim=32, depth=2, heads=4, dim_head=16, max_seq_len=64, local_attn_window_size=4)
+    return LocalTransformer(
+        num_tokens=V, dim=32, depth=2, heads=4, dim_head=16, max_seq_len=64, local_attn_window_size=4
+    )
 
 
 def local_bias() -> nn.Module:
@@ -108,12 +111,6 @@ def megabyte() -> nn.Module:
     return MEGABYTE(num_tokens=V, dim=(32, 16), depth=(1, 1), max_seq_len=(16, 4), dim_head=8, heads=4)
 
 
-def memorizing() -> nn.Module:
-    from memorizing_transformers_pytorch import MemorizingTransformer
-
-    return MemorizingTransformer(num_tokens=V, dim=32, depth=2, heads=4, dim_head=16, memorizing_layers=(2,), max_knn_memories=64)
-
-
 def efficient() -> nn.Module:
     from memory_efficient_attention_pytorch.transformer import Transformer
 
@@ -129,14 +126,31 @@ def routing() -> nn.Module:
 def titans() -> nn.Module:
     from titans_pytorch import MemoryAsContextTransformer
 
-    return MemoryAsContextTransformer(num_tokens=V, dim=32, depth=2, segment_len=8, heads=4, dim_head=16, num_persist_mem_tokens=2, num_longterm_mem_tokens=0, neural_memory_layers=())
+    return MemoryAsContextTransformer(
+        num_tokens=V,
+        dim=32,
+        depth=2,
+        segment_len=8,
+        heads=4,
+        dim_head=16,
+        num_persist_mem_tokens=2,
+        num_longterm_mem_tokens=0,
+        neural_memory_layers=(),
+    )
 
 
 def torchscale_decoder() -> nn.Module:
     from torchscale.architecture.config import DecoderConfig
     from torchscale.architecture.decoder import Decoder
 
-    config = DecoderConfig(vocab_size=V, decoder_embed_dim=32, decoder_attention_heads=4, decoder_ffn_embed_dim=48, decoder_layers=2, xpos_rel_pos=True)
+    config = DecoderConfig(
+        vocab_size=V,
+        decoder_embed_dim=32,
+        decoder_attention_heads=4,
+        decoder_ffn_embed_dim=48,
+        decoder_layers=2,
+        xpos_rel_pos=True,
+    )
     return Decoder(config, embed_tokens=nn.Embedding(V, 32))
 
 
@@ -164,7 +178,6 @@ ENTRIES = [
     one("gateloop-transformer", "Transformer, attention", gate_loop),
     one("speechbrain", "TransformerLM", speech_brain, "src"),
     one("MEGABYTE-pytorch", "MEGABYTE", megabyte, "ids"),
-    one("memorizing-transformers-pytorch", "MemorizingTransformer", memorizing),
     one("memory-efficient-attention-pytorch", "Transformer", efficient),
     one("routing-transformer", "RoutingTransformerLM", routing),
     one("titans-pytorch", "MemoryAsContextTransformer", titans),

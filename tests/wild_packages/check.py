@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from torch import nn
-from wild_packages.entry import END, PAD, START, Entry
 
 from tformer_runtime import Model
+from wild_packages.entry import END, PAD, START, Entry
 
 EQUAL, DIFFERS = "equal", "differs"
 PROMPTS, SOURCES, NEW_TOKENS = (5, 17, 1, 10), (7, 2, 19, 12), 12

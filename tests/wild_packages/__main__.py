@@ -1,9 +1,9 @@
 """Models of public packages, unchanged, exported and compared with themselves: a table in Markdown.
 
     make wild                                            makes .venv-wild with the packages, and prints the table
-    .venv-wild/bin/python tests/benchmarks/wild_packages.py [NAME …]     only entries with one of these in their name
+    cd tests; ../.venv-wild/bin/python -m wild_packages [NAME …]     only entries with one of these in their name
 
-The packages are those of wild_packages/requirements.txt, with tiny seeded weights. Each entry runs in a process of its
+The packages are those of requirements.txt, with tiny seeded weights. Each entry runs in a process of its
 own. The status is 1 if a file differs from its module, if a model is refused that is expected to export, or if one
 exports or is refused otherwise than its entry says.
 """
@@ -21,20 +21,18 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).parent))
-LIMIT = 600  # seconds for one entry
+from tformer_export import export
+from tformer_runtime.base.errors import TformerError
+from wild_packages.check import DIFFERS, check
+from wild_packages.entries import ENTRIES
+
+LIMIT = 300  # seconds for one entry
 REFUSED = "refused"
 HEADER = "| package | class | export was told | result | compared |\n| --- | --- | --- | --- | --- |"
 
 
 def judge(name: str) -> dict[str, str]:
     """Export one entry and compare its file. Return the cells of its row, and `wrong`: what was not expected."""
-    from wild_packages.check import DIFFERS, check
-    from wild_packages.entries import ENTRIES
-
-    from tformer_export import export
-    from tformer_runtime.base.errors import TformerError
-
     entry = ENTRIES[name]
     row = {"package": f"{entry.package} {importlib.metadata.version(entry.package)}", "class": f"`{entry.model}`"}
     row |= {"told": entry.said(), "result": "", "compared": "", "wrong": ""}
@@ -59,14 +57,18 @@ def run(name: str) -> dict[str, str]:
     """Return the row of one entry, from a process of its own."""
     failed = {"package": name.partition(": ")[0], "class": name.partition(": ")[2], "told": "", "compared": ""}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [sys.executable, __file__, "--into", answer.name, name]
+        command = [sys.executable, "-m", "wild_packages", "--into", answer.name, name]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=Path(__file__).parents[1])
         except subprocess.TimeoutExpired:
             return {**failed, "result": "failed", "wrong": f"more than {LIMIT} s"}
         text = answer.read()
     if not text:
-        return {**failed, "result": "failed", "wrong": done.stderr.strip() or f"the process ended with {done.returncode}"}
+        return {
+            **failed,
+            "result": "failed",
+            "wrong": done.stderr.strip() or f"the process ended with {done.returncode}",
+        }
     row: dict[str, str] = json.loads(text)
     return row
 
@@ -75,8 +77,6 @@ def run(name: str) -> dict[str, str]:
 @click.argument("names", nargs=-1)
 @click.option("--into", hidden=True, type=click.Path(path_type=Path))
 def main(names: tuple[str, ...], into: Path | None) -> None:
-    from wild_packages.entries import ENTRIES
-
     if into is not None:
         warnings.simplefilter("ignore")
         try:

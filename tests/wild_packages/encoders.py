@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from wild_packages.entry import PAD, VOCABULARY, Entry, ids, numbers
 
 from tformer_export import lengths
+from wild_packages.entry import PAD, VOCABULARY, Entry, ids, numbers
 
 V = VOCABULARY
 PADDED = {"special_tokens": {"pad_token_id": PAD}}
@@ -58,7 +58,9 @@ def audio_conformer() -> nn.Module:
 def emformer() -> nn.Module:
     from torchaudio.models import Emformer
 
-    return Emformer(32, num_heads=4, ffn_dim=48, num_layers=2, segment_length=4, left_context_length=8, right_context_length=0)
+    return Emformer(
+        32, num_heads=4, ffn_dim=48, num_layers=2, segment_length=4, left_context_length=8, right_context_length=0
+    )
 
 
 def wav2vec() -> nn.Module:
@@ -101,7 +103,17 @@ def chronos() -> nn.Module:
     from chronos.chronos_bolt import ChronosBoltModelForForecasting
     from transformers import T5Config
 
-    config = T5Config(vocab_size=2, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=4, is_encoder_decoder=True, decoder_start_token_id=0, pad_token_id=0)
+    config = T5Config(
+        vocab_size=2,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        is_encoder_decoder=True,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     config.chronos_config = {
         "context_length": 32, "prediction_length": 8, "input_patch_size": 4, "input_patch_stride": 4,
         "quantiles": [0.1, 0.5, 0.9], "use_reg_token": True,
@@ -115,7 +127,12 @@ WITH_LENGTHS = {"lengths": (lengths("input"), lambda input: torch.tensor([input.
 ENTRIES = [
     Entry("x-transformers", "TransformerWrapper(Encoder)", x_encoder, told=PADDED),
     Entry(
-        "deep-phonemizer", "ForwardTransformer", phonemes, {"text": ids()}, told=PADDED, wrap=lambda rows: {"batch": dict(rows)}
+        "deep-phonemizer",
+        "ForwardTransformer",
+        phonemes,
+        {"text": ids()},
+        told=PADDED,
+        wrap=lambda rows: {"batch": dict(rows)},
     ),
     Entry("fair-esm", "ESM2", esm2, {"tokens": ids(33)}, told={"special_tokens": {"pad_token_id": 1}}),
     Entry("bert-pytorch", "BERT", bert, {"x": ids(), "segment_info": ids(3)}, told=PADDED),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
 from wild_packages.entry import VOCABULARY, Entry, ids
 
 V = VOCABULARY
@@ -17,13 +19,13 @@ def mamba(pscan: bool) -> nn.Module:
     return nn.Sequential(nn.Embedding(V, 32), mixer, nn.Linear(32, V))
 
 
-def jamba() -> nn.Module:
+def jamba(experts: int) -> nn.Module:
     from mambapy.jamba import JambaLM, JambaLMConfig
 
     return JambaLM(
         JambaLMConfig(
             d_model=32, n_layers=4, mlp_size=48, vocab_size=V, d_state=8, num_attention_heads=4, num_key_value_heads=2,
-            num_experts=4, num_experts_per_tok=2, attn_layer_offset=1, attn_layer_period=2, pscan=False,
+            num_experts=experts, num_experts_per_tok=min(experts, 2), attn_layer_offset=1, attn_layer_period=2, pscan=False,
         )
     )  # fmt: skip
 
@@ -53,16 +55,24 @@ def simple_gate_loop() -> nn.Module:
 
 
 def min_gru() -> nn.Module:
-    from minGRU_pytorch.minGRULM import minGRULM
+    from minGRU_pytorch import minGRU
 
-    return minGRULM(num_tokens=V, dim=32, depth=2)
+    return nn.Sequential(nn.Embedding(V, 32), minGRU(32), nn.Linear(32, V))
 
 
 def recurrent_memory() -> nn.Module:
     from recurrent_memory_transformer_pytorch import RecurrentMemoryTransformer
 
     return RecurrentMemoryTransformer(
-        num_tokens=V, dim=32, depth=2, num_memory_tokens=2, seq_len=8, causal=True, heads=4, dim_head=16, use_xl_memories=False
+        num_tokens=V,
+        dim=32,
+        depth=2,
+        num_memory_tokens=2,
+        seq_len=64,
+        causal=True,
+        heads=4,
+        dim_head=16,
+        use_xl_memories=False,
     )
 
 
@@ -76,17 +86,24 @@ def ret_net() -> nn.Module:
     from torchscale.architecture.config import RetNetConfig
     from torchscale.architecture.retnet import RetNetDecoder
 
-    config = RetNetConfig(vocab_size=V, decoder_embed_dim=32, decoder_value_embed_dim=64, decoder_retention_heads=4, decoder_ffn_embed_dim=48, decoder_layers=2)
+    config = RetNetConfig(
+        vocab_size=V,
+        decoder_embed_dim=32,
+        decoder_value_embed_dim=64,
+        decoder_retention_heads=4,
+        decoder_ffn_embed_dim=48,
+        decoder_layers=2,
+    )
     return RetNetDecoder(config, embed_tokens=nn.Embedding(V, 32))
 
 
-def x_lstm() -> nn.Module:
+def x_lstm(*scalar: int) -> nn.Module:
     from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, sLSTMBlockConfig, sLSTMLayerConfig, xLSTMLMModel
     from xlstm.xlstm_lm_model import xLSTMLMModelConfig
 
     return xLSTMLMModel(
         xLSTMLMModelConfig(
-            vocab_size=V, embedding_dim=32, num_blocks=2, context_length=64, slstm_at=[1],
+            vocab_size=V, embedding_dim=32, num_blocks=2, context_length=64, slstm_at=[*scalar],
             mlstm_block=mLSTMBlockConfig(mlstm=mLSTMLayerConfig(num_heads=4, conv1d_kernel_size=4, qkv_proj_blocksize=4)),
             slstm_block=sLSTMBlockConfig(slstm=sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4)),
         )
@@ -106,11 +123,17 @@ def flash() -> nn.Module:
 
 
 def feedback() -> nn.Module:
-    from labml_nn.transformers.feedback import FeedbackTransformer, FeedbackTransformerLayer, FeedbackAttention
     from labml_nn.transformers.feed_forward import FeedForward
+    from labml_nn.transformers.feedback import FeedbackAttention, FeedbackTransformer, FeedbackTransformerLayer
 
-    layer = FeedbackTransformerLayer(d_model=32, attn=FeedbackAttention(4, 32, 0.0), feed_forward=FeedForward(32, 48), dropout_prob=0.0)
+    layer = FeedbackTransformerLayer(
+        d_model=32, attn=FeedbackAttention(4, 32, 0.0), feed_forward=FeedForward(32, 48), dropout_prob=0.0
+    )
     return nn.Sequential(nn.Embedding(V, 32), FeedbackTransformer(layer, 2), nn.Linear(32, V))
+
+
+def time_first(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    return module(input.T).transpose(0, 1)
 
 
 def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> Entry:
@@ -120,17 +143,19 @@ def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> E
 ENTRIES = [
     one("mambapy", "Mamba, sequential scan", lambda: mamba(False), "input"),
     one("mambapy", "Mamba, parallel scan", lambda: mamba(True), "input"),
-    one("mambapy", "JambaLM", jamba, "tokens"),
+    one("mambapy", "JambaLM", lambda: jamba(1), "tokens"),
+    one("mambapy", "JambaLM, experts", lambda: jamba(4), "tokens"),
     one("performer-pytorch", "PerformerLM", performer),
     one("linear-attention-transformer", "LinearAttentionTransformerLM", linear),
     one("gateloop-transformer", "Transformer, gated loops", gate_loop),
     one("gateloop-transformer", "SimpleGateLoopLayer", simple_gate_loop, "input"),
-    one("minGRU-pytorch", "minGRULM", min_gru),
+    one("minGRU-pytorch", "minGRU", min_gru, "input"),
     one("recurrent-memory-transformer-pytorch", "RecurrentMemoryTransformer", recurrent_memory),
     one("block-recurrent-transformer-pytorch", "BlockRecurrentTransformer", block_recurrent),
     one("torchscale", "RetNetDecoder", ret_net, "prev_output_tokens"),
-    one("xlstm", "xLSTMLMModel", x_lstm, "idx"),
+    one("xlstm", "xLSTMLMModel, mLSTM", x_lstm, "idx"),
+    one("xlstm", "xLSTMLMModel, sLSTM", lambda: x_lstm(1), "idx"),
     one("mega-pytorch", "Mega", mega),
     one("FLASH-pytorch", "FLASHTransformer", flash),
-    one("labml-nn", "FeedbackTransformer", feedback, "input"),
+    one("labml-nn", "FeedbackTransformer", feedback, "input", told={"axes": {"input": (1, 0)}}, reads=time_first),
 ]

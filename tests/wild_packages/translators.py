@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from wild_packages.entry import VOCABULARY, Entry, ids, numbers
 
 V = VOCABULARY

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+
 from wild_packages.entry import Entry, numbers
 
 
@@ -70,9 +71,7 @@ def segment() -> nn.Module:
 def clip() -> nn.Module:
     from open_clip.transformer import VisionTransformer
 
-    return VisionTransformer(
-        image_size=32, patch_size=8, width=32, layers=2, heads=4, mlp_ratio=2.0, output_dim=16
-    )
+    return VisionTransformer(image_size=32, patch_size=8, width=32, layers=2, heads=4, mlp_ratio=2.0, output_dim=16)
 
 
 def perceiver() -> nn.Module:

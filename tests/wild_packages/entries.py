@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
+
 from wild_packages import carried_values, encoders, language_models, pictures, translators
 
-for _name in ("nms", "qnms"):  # torchvision cannot be imported without its operators, and a wheel for CUDA has none here
+for _name in (
+    "nms",
+    "qnms",
+):  # torchvision cannot be imported without its operators, and a wheel for CUDA has none here
     torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 KINDS = (language_models, carried_values, translators, encoders, pictures)
