@@ -25,7 +25,8 @@ def jamba(experts: int) -> nn.Module:
     return JambaLM(
         JambaLMConfig(
             d_model=32, n_layers=4, mlp_size=48, vocab_size=V, d_state=8, num_attention_heads=4, num_key_value_heads=2,
-            num_experts=experts, num_experts_per_tok=min(experts, 2), attn_layer_offset=1, attn_layer_period=2, pscan=False,
+            num_experts=experts, num_experts_per_tok=min(experts, 2), attn_layer_offset=1, attn_layer_period=2,
+            pscan=False,
         )
     )  # fmt: skip
 
@@ -34,12 +35,6 @@ def performer() -> nn.Module:
     from performer_pytorch import PerformerLM
 
     return PerformerLM(num_tokens=V, max_seq_len=64, dim=32, depth=2, heads=4, dim_head=16, causal=True)
-
-
-def linear() -> nn.Module:
-    from linear_attention_transformer import LinearAttentionTransformerLM
-
-    return LinearAttentionTransformerLM(num_tokens=V, dim=32, heads=4, depth=2, max_seq_len=64, causal=True)
 
 
 def gate_loop() -> nn.Module:
@@ -104,8 +99,8 @@ def x_lstm(*scalar: int) -> nn.Module:
     return xLSTMLMModel(
         xLSTMLMModelConfig(
             vocab_size=V, embedding_dim=32, num_blocks=2, context_length=64, slstm_at=[*scalar],
-            mlstm_block=mLSTMBlockConfig(mlstm=mLSTMLayerConfig(num_heads=4, conv1d_kernel_size=4, qkv_proj_blocksize=4)),
-            slstm_block=sLSTMBlockConfig(slstm=sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4)),
+            mlstm_block=mLSTMBlockConfig(mLSTMLayerConfig(num_heads=4, conv1d_kernel_size=4, qkv_proj_blocksize=4)),
+            slstm_block=sLSTMBlockConfig(sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4)),
         )
     )  # fmt: skip
 
@@ -141,21 +136,76 @@ def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> E
 
 
 ENTRIES = [
-    one("mambapy", "Mamba, sequential scan", lambda: mamba(False), "input"),
-    one("mambapy", "Mamba, parallel scan", lambda: mamba(True), "input"),
-    one("mambapy", "JambaLM", lambda: jamba(1), "tokens"),
-    one("mambapy", "JambaLM, experts", lambda: jamba(4), "tokens"),
-    one("performer-pytorch", "PerformerLM", performer),
-    one("linear-attention-transformer", "LinearAttentionTransformerLM", linear),
-    one("gateloop-transformer", "Transformer, gated loops", gate_loop),
-    one("gateloop-transformer", "SimpleGateLoopLayer", simple_gate_loop, "input"),
-    one("minGRU-pytorch", "minGRU", min_gru, "input"),
+    one("mambapy", "Mamba, sequential scan", lambda: mamba(False), "input", seed=1),
+    one(
+        "mambapy",
+        "Mamba, parallel scan",
+        lambda: mamba(True),
+        "input",
+        refusal="by other operations at other positions",
+        why="a scan by doubling",
+    ),
+    one("mambapy", "JambaLM", lambda: jamba(1), "tokens", seed=1),
+    one(
+        "mambapy",
+        "JambaLM, experts",
+        lambda: jamba(4),
+        "tokens",
+        refusal="lets the values of its data decide",
+        why="skips experts without tokens with `if`",
+    ),
+    one(
+        "performer-pytorch",
+        "PerformerLM",
+        performer,
+        refusal="a number differs from run to run",
+        why="carries sums from chunk to chunk",
+    ),
+    one(
+        "gateloop-transformer",
+        "Transformer, gated loops",
+        gate_loop,
+        refusal="by other operations at other positions",
+        why="a recursive associative scan",
+    ),
+    one(
+        "gateloop-transformer",
+        "SimpleGateLoopLayer",
+        simple_gate_loop,
+        "input",
+        refusal="by other operations at other positions",
+        why="a recursive associative scan",
+    ),
+    one("minGRU-pytorch", "minGRU", min_gru, "input", gain=4.0),
     one("recurrent-memory-transformer-pytorch", "RecurrentMemoryTransformer", recurrent_memory),
-    one("block-recurrent-transformer-pytorch", "BlockRecurrentTransformer", block_recurrent),
+    one(
+        "block-recurrent-transformer-pytorch",
+        "BlockRecurrentTransformer",
+        block_recurrent,
+        refusal="was not foreseen",
+        why="not traced: keeps a mask in a buffer, and pads to blocks",
+    ),
     one("torchscale", "RetNetDecoder", ret_net, "prev_output_tokens"),
     one("xlstm", "xLSTMLMModel, mLSTM", x_lstm, "idx"),
-    one("xlstm", "xLSTMLMModel, sLSTM", lambda: x_lstm(1), "idx"),
-    one("mega-pytorch", "Mega", mega),
-    one("FLASH-pytorch", "FLASHTransformer", flash),
-    one("labml-nn", "FeedbackTransformer", feedback, "input", told={"axes": {"input": (1, 0)}}, reads=time_first),
+    one(
+        "xlstm",
+        "xLSTMLMModel, sLSTM",
+        lambda: x_lstm(1),
+        "idx",
+        refusal="cannot be exported: it reads a value",
+        why="a loop that reads a value of another run",
+    ),
+    one(
+        "mega-pytorch", "Mega", mega, refusal="fixes a size to the example's", why="an FFT of a size that scipy chooses"
+    ),
+    one(
+        "FLASH-pytorch",
+        "FLASHTransformer",
+        flash,
+        refusal="differs from its source",
+        why="the file would differ: attention in groups",
+    ),
+    one(
+        "labml-nn", "FeedbackTransformer", feedback, "input", told={"axes": {"input": (1, 0)}}, reads=time_first, seed=1
+    ),
 ]

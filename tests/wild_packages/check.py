@@ -20,8 +20,8 @@ EQUAL, DIFFERS = "equal", "differs"
 PROMPTS, SOURCES, NEW_TOKENS = (5, 17, 1, 10), (7, 2, 19, 12), 12
 BATCHES, LENGTHS = (1, 2, 5), (3, 9, 20)
 MIN_DISTINCT = 4  # tokens that always repeat would prove nothing
-# float32 rounds each of some 100 sums a value goes through, with some 100 products each, by 2⁻²⁴: 6e-4 at the worst, and
-# the root of it, 6e-6, on average. A wrong position or mask changes a value by at least 1e-2 of the range.
+# A value goes through some 100 sums of some 100 products, each rounded by 2⁻²⁴: 6e-4 at the worst, 6e-6 on average.
+# A wrong position or mask changes a value by at least 1e-2 of the range.
 TOLERANCE = 1e-4
 
 
@@ -75,7 +75,9 @@ def _check_values(entry: Entry, module: nn.Module, model: Model) -> Verdict:
     worst = 0.0
     for rows in BATCHES:
         for length in LENGTHS:
-            batch = [{n: spec.draw(random, length) for n, spec in entry.inputs.items()} for _ in range(rows)]
+            batch = [
+                {n: spec.draw(random, length * entry.unit) for n, spec in entry.inputs.items()} for _ in range(rows)
+            ]
             expected = np.stack([entry.original(module, row) for row in batch])
             given = [{n: entry.inputs[n].time_first(row) for n, row in one.items()} for one in batch]
             actual = np.stack([np.asarray(result) for result in model.predict(given, batch_size=rows)])

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tformer_export import lengths
-from wild_packages.entry import PAD, VOCABULARY, Entry, ids, numbers
+from wild_packages.entry import PAD, VOCABULARY, Entry, Input, ids, numbers
 
 V = VOCABULARY
 PADDED = {"special_tokens": {"pad_token_id": PAD}}
@@ -23,12 +23,6 @@ def phonemes() -> nn.Module:
     from dp.model.model import ForwardTransformer
 
     return ForwardTransformer(V, V, d_model=32, d_fft=48, layers=2, heads=4)
-
-
-def esm2() -> nn.Module:
-    from esm.model.esm2 import ESM2
-
-    return ESM2(num_layers=2, embed_dim=32, attention_heads=4)
 
 
 def bert() -> nn.Module:
@@ -134,16 +128,50 @@ ENTRIES = [
         told=PADDED,
         wrap=lambda rows: {"batch": dict(rows)},
     ),
-    Entry("fair-esm", "ESM2", esm2, {"tokens": ids(33)}, told={"special_tokens": {"pad_token_id": 1}}),
-    Entry("bert-pytorch", "BERT", bert, {"x": ids(), "segment_info": ids(3)}, told=PADDED),
-    Entry("open-clip-torch", "TextTransformer", clip_text, {"text": ids()}, told=PADDED),
+    Entry("bert-pytorch", "BERT", bert, {"x": ids(), "segment_info": Input((None,), 3, 0)}, told=PADDED),
+    Entry("open-clip-torch", "TextTransformer", clip_text, {"text": Input((64,), V)}, told={"axes": {"text": (0,)}}),
     Entry("conformer", "Conformer", conformer, FRAMES),
-    Entry("torchaudio", "Conformer", audio_conformer, {"input": numbers(None, 32)}, masks=WITH_LENGTHS),
-    Entry("torchaudio", "Emformer", emformer, {"input": numbers(None, 32)}, masks=WITH_LENGTHS),
-    Entry("torchaudio", "Wav2Vec2Model", wav2vec, {"waveforms": numbers(None)}, length=200, max_length=2000),
-    Entry("nystrom-attention", "Nystromformer", nystrom, FRAMES),
+    Entry(
+        "torchaudio",
+        "Conformer",
+        audio_conformer,
+        {"input": numbers(None, 32)},
+        masks=WITH_LENGTHS,
+        refusal="reads a number out of its data",
+        why="reads the greatest length with `.item()`",
+    ),
+    Entry(
+        "torchaudio",
+        "Emformer",
+        emformer,
+        {"input": numbers(None, 32)},
+        masks=WITH_LENGTHS,
+        refusal="reads a number out of its data",
+        why="reads the greatest length with `.item()`",
+    ),
+    Entry("torchaudio", "Wav2Vec2Model", wav2vec, {"waveforms": numbers(None)}, length=7, unit=40),
+    Entry(
+        "nystrom-attention",
+        "Nystromformer",
+        nystrom,
+        FRAMES,
+        refusal="is an expression that cannot be exported",
+        why="a size by `math.ceil`",
+    ),
     Entry("encodec", "StreamingTransformerEncoder", streaming, FRAMES),
-    Entry("tab-transformer-pytorch", "FTTransformer", table, {"x_categ": ids(4), "x_numer": numbers(3)}),
+    Entry(
+        "tab-transformer-pytorch",
+        "FTTransformer",
+        table,
+        {"x_categ": Input((3,), 4, 0), "x_numer": numbers(3)},
+        told={"axes": {"x_categ": (0,), "x_numer": (0,)}},
+    ),
     Entry("iTransformer", "iTransformer", inverted, {"x": numbers(24, 5)}),
-    Entry("chronos-forecasting", "ChronosBoltModelForForecasting", chronos, {"context": numbers(32)}),
+    Entry(
+        "chronos-forecasting",
+        "ChronosBoltModelForForecasting",
+        chronos,
+        {"context": numbers(32)},
+        told={"output": "quantile_preds"},
+    ),
 ]

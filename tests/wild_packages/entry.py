@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +20,21 @@ VOCABULARY = 61
 
 @dataclass(frozen=True)
 class Input:
-    """One row of an input. shape: its axes, None for time. vocabulary: the number of ids; 0 for an input of numbers."""
+    """One row of an input.
+
+    shape: its axes, None for time. vocabulary: the number of ids; 0 for an input of numbers. first: the lowest id that
+    is drawn, by default behind the special tokens.
+    """
 
     shape: tuple[int | None, ...] = (None,)
     vocabulary: int = 0
+    first: int = END + 1
 
     def draw(self, random: np.random.Generator, length: int) -> np.ndarray:
-        """Return a row of random numbers, or of random ids that are not special tokens."""
+        """Return a row of random numbers or ids."""
         shape = [length if size is None else size for size in self.shape]
         if self.vocabulary:
-            return random.integers(END + 1, self.vocabulary, shape)
+            return random.integers(self.first, self.vocabulary, shape)
         return random.standard_normal(shape).astype("float32")
 
     def time_first(self, row: np.ndarray) -> np.ndarray:
@@ -55,7 +61,7 @@ class Entry:
     wrap: inputs → the arguments of forward, if it takes them in one container.
     reads: one row of each input → the output of the original module, if it is not called with them by name.
     gain: a factor of all matrices, with which the tokens vary.
-    length: of the example; the check uses others.
+    length: of the example; the check uses others. unit: a factor of all lengths.
     refusal: a part of the expected message of a model that is not exported. why: the same in few words.
     """
 
@@ -71,6 +77,7 @@ class Entry:
     gain: float = 1.0
     seed: int = 0
     length: int = 7
+    unit: int = 1
     max_length: int | None = 64
     refusal: str = ""
     why: str = ""
@@ -80,21 +87,27 @@ class Entry:
         return f"{self.package}: {self.model}"
 
     def make(self) -> nn.Module:
-        """Return the module with seeded weights. Vectors and zeros move from values that would hide a mistake."""
+        """Return the module with seeded weights.
+
+        Vectors and zeros move from values that would hide a mistake. Random signs of vectors keep a tied output
+        projection from choosing its own input.
+        """
         torch.manual_seed(self.seed)
+        random.seed(self.seed)  # some packages draw with it
         module = self.build().eval()
         with torch.no_grad():
             for weight in module.parameters():
                 if weight.is_floating_point() and (weight.dim() < 2 or not weight.any()):
                     weight += 0.2 * torch.randn_like(weight)
+                    weight *= torch.randint_like(weight, 2) * 2 - 1
                 elif weight.is_floating_point():
                     weight *= self.gain
         return module
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `export`."""
-        random = np.random.default_rng(100)
-        rows = {n: torch.from_numpy(np.stack([i.draw(random, self.length)] * 2)) for n, i in self.inputs.items()}
+        drawn, length = np.random.default_rng(100), self.length * self.unit
+        rows = {name: torch.from_numpy(np.stack([spec.draw(drawn, length)] * 2)) for name, spec in self.inputs.items()}
         arguments: dict[str, Any] = {"example": self.wrap(rows), "step_input": self.step, **self.told}
         if self.masks:
             arguments["masks"] = {name: description for name, (description, _) in self.masks.items()}
@@ -111,6 +124,8 @@ class Entry:
         else:
             masks = {name: compute(**inputs) for name, (_, compute) in self.masks.items()}
             output = module(**self.wrap(inputs), **masks, **self.told.get("fixed_arguments", {}))
+        if "output" in self.told:
+            output = output[self.told["output"]]
         while not isinstance(output, torch.Tensor):
             output = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", None) or output[0]
         return output[0].float().numpy()

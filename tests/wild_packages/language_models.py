@@ -123,22 +123,6 @@ def routing() -> nn.Module:
     return RoutingTransformerLM(num_tokens=V, dim=32, depth=2, max_seq_len=64, heads=4, window_size=8, causal=True)
 
 
-def titans() -> nn.Module:
-    from titans_pytorch import MemoryAsContextTransformer
-
-    return MemoryAsContextTransformer(
-        num_tokens=V,
-        dim=32,
-        depth=2,
-        segment_len=8,
-        heads=4,
-        dim_head=16,
-        num_persist_mem_tokens=2,
-        num_longterm_mem_tokens=0,
-        neural_memory_layers=(),
-    )
-
-
 def torchscale_decoder() -> nn.Module:
     from torchscale.architecture.config import DecoderConfig
     from torchscale.architecture.decoder import Decoder
@@ -166,21 +150,57 @@ def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> E
 
 ENTRIES = [
     one("x-transformers", "TransformerWrapper, grouped queries", x_transformer),
-    one("x-transformers", "TransformerWrapper, ALiBi, shifted tokens", x_alibi),
+    one(
+        "x-transformers",
+        "TransformerWrapper, ALiBi, shifted tokens",
+        x_alibi,
+        refusal="was not foreseen",
+        why="not traced: keeps a table in a buffer, and shifts by a size",
+    ),
     one("torchtune", "llama3", tune_llama, "tokens"),
-    one("torchtune", "gemma2, window, soft-capping", tune_gemma, "tokens"),
+    one("torchtune", "gemma2, window, soft-capping", tune_gemma, "tokens", seed=5),
     one("litgpt", "GPT, as Llama", lit_llama, "idx"),
     one("litgpt", "GPT, as Gemma 2", lit_gemma, "idx"),
     one("litgpt", "GPT, as Mixtral", lit_experts, "idx"),
-    one("palm-rlhf-pytorch", "PaLM", palm),
-    one("local-attention", "LocalTransformer", local),
-    one("local-attention", "LocalTransformer, dynamic bias", local_bias),
-    one("gateloop-transformer", "Transformer, attention", gate_loop),
+    one(
+        "palm-rlhf-pytorch",
+        "PaLM",
+        palm,
+        refusal="values change with the length",
+        why="counts positions from the middle of the sequence",
+    ),
+    one(
+        "local-attention",
+        "LocalTransformer",
+        local,
+        refusal="rows where the step input has time",
+        why="pads the sequence to whole windows",
+    ),
+    one(
+        "local-attention",
+        "LocalTransformer, dynamic bias",
+        local_bias,
+        refusal="rows where the step input has time",
+        why="pads the sequence to whole windows",
+    ),
+    one("gateloop-transformer", "Transformer, attention", gate_loop, seed=3),
     one("speechbrain", "TransformerLM", speech_brain, "src"),
-    one("MEGABYTE-pytorch", "MEGABYTE", megabyte, "ids"),
+    one("MEGABYTE-pytorch", "MEGABYTE", megabyte, "ids", seed=1),
     one("memory-efficient-attention-pytorch", "Transformer", efficient),
-    one("routing-transformer", "RoutingTransformerLM", routing),
-    one("titans-pytorch", "MemoryAsContextTransformer", titans),
-    one("torchscale", "Decoder, xPos", torchscale_decoder, "prev_output_tokens"),
-    one("g-mlp-pytorch", "gMLP", g_mlp),
+    one(
+        "routing-transformer",
+        "RoutingTransformerLM",
+        routing,
+        refusal="looks ahead",
+        why="clusters all positions, later ones too",
+    ),
+    one(
+        "torchscale",
+        "Decoder, xPos",
+        torchscale_decoder,
+        "prev_output_tokens",
+        refusal="values change with the length",
+        why="counts positions from the middle of the sequence",
+    ),
+    one("g-mlp-pytorch", "gMLP", g_mlp, seed=2),
 ]

@@ -52,10 +52,11 @@ ENTRIES = [
     Entry(
         "deep-phonemizer", "AutoregressiveTransformer", phonemes, {"text": ids(), "phonemes": ids()}, "phonemes",
         wrap=in_a_batch, reads=whole,
+        refusal="(batch, time - 1, 61) first", why="drops the last token itself",
     ),
-    Entry("openai-whisper", "Whisper", whisper, {"mel": numbers(8, 24), "tokens": ids()}, "tokens"),
+    Entry("openai-whisper", "Whisper", whisper, {"mel": numbers(8, 24), "tokens": ids()}, "tokens", seed=6),
     Entry(
         "speechbrain", "TransformerASR", speech_brain, {"src": numbers(None, 16), "tgt": ids()}, "tgt",
-        told={"output": 1},
+        told={"output": 1}, refusal="that it cannot see", why="a size of the step follows from a free axis",
     ),
 ]  # fmt: skip
