@@ -31,12 +31,14 @@ def in_a_batch(rows: Mapping[str, Any]) -> Mapping[str, Any]:
 def whisper() -> nn.Module:
     from whisper.model import ModelDimensions, Whisper
 
-    return Whisper(
+    model = Whisper(
         ModelDimensions(
             n_mels=8, n_audio_ctx=12, n_audio_state=32, n_audio_head=4, n_audio_layer=2, n_vocab=V, n_text_ctx=64,
             n_text_state=32, n_text_head=4, n_text_layer=2,
         )
     )  # fmt: skip
+    nn.init.normal_(model.decoder.positional_embedding)  # the package leaves it empty, to be loaded
+    return model
 
 
 def speech_brain() -> nn.Module:
@@ -54,7 +56,7 @@ ENTRIES = [
         wrap=in_a_batch, reads=whole,
         refusal="(batch, time - 1, 61) first", why="drops the last token itself",
     ),
-    Entry("openai-whisper", "Whisper", whisper, {"mel": numbers(8, 24), "tokens": ids()}, "tokens", seed=6),
+    Entry("openai-whisper", "Whisper", whisper, {"mel": numbers(8, 24), "tokens": ids()}, "tokens"),
     Entry(
         "speechbrain", "TransformerASR", speech_brain, {"src": numbers(None, 16), "tgt": ids()}, "tgt",
         told={"output": 1}, refusal="that it cannot see", why="a size of the step follows from a free axis",
