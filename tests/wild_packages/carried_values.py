@@ -98,7 +98,7 @@ def x_lstm(*scalar: int) -> nn.Module:
 
     return xLSTMLMModel(
         xLSTMLMModelConfig(
-            vocab_size=V, embedding_dim=32, num_blocks=2, context_length=64, slstm_at=[*scalar],
+            vocab_size=V, embedding_dim=32, num_blocks=2, context_length=128, slstm_at=[*scalar],
             mlstm_block=mLSTMBlockConfig(mLSTMLayerConfig(num_heads=4, conv1d_kernel_size=4, qkv_proj_blocksize=4)),
             slstm_block=sLSTMBlockConfig(sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4)),
         )

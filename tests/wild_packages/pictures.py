@@ -28,7 +28,7 @@ def timm_eva() -> nn.Module:
 
     return Eva(
         img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10, use_rot_pos_emb=True,
-        swiglu_mlp=True,
+        swiglu_mlp=True, head_init_scale=1.0,
     )  # fmt: skip
 
 
