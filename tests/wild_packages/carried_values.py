@@ -176,7 +176,15 @@ ENTRIES = [
         refusal="by other operations at other positions",
         why="a recursive associative scan",
     ),
-    one("minGRU-pytorch", "minGRU", min_gru, "input", gain=4.0),
+    one(
+        "minGRU-pytorch",
+        "minGRU",
+        min_gru,
+        "input",
+        gain=4.0,
+        refusal="differs from its source",
+        why="the file would differ: a scan in log space",
+    ),
     one("recurrent-memory-transformer-pytorch", "RecurrentMemoryTransformer", recurrent_memory),
     one(
         "block-recurrent-transformer-pytorch",
@@ -206,6 +214,14 @@ ENTRIES = [
         why="the file would differ: attention in groups",
     ),
     one(
-        "labml-nn", "FeedbackTransformer", feedback, "input", told={"axes": {"input": (1, 0)}}, reads=time_first, seed=1
+        "labml-nn",
+        "FeedbackTransformer",
+        feedback,
+        "input",
+        told={"axes": {"input": (1, 0)}},
+        reads=time_first,
+        seed=1,
+        refusal="a value has another shape in each run",
+        why="a memory that grows in a loop",
     ),
 ]

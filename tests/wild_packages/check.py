@@ -86,9 +86,8 @@ def _check_values(entry: Entry, module: nn.Module, model: Model) -> Verdict:
                 return Verdict(DIFFERS, "not finite")
             difference = max(difference, float(np.abs(actual - expected).max()))
             all_expected.append(expected)
-        spread = float(
-            np.ptp(np.concatenate(all_expected), axis=0).max()
-        )  # a bias that no input changes proves nothing
+        # A bias that no input changes proves nothing.
+        spread = float(np.ptp(np.concatenate(all_expected), axis=0).max())
         if not spread > 0:
             raise DullError("the output does not depend on the input")
         worst = max(worst, difference / spread)

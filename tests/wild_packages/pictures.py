@@ -83,8 +83,8 @@ def perceiver() -> nn.Module:
     )  # fmt: skip
 
 
-def one(package: str, model: str, build: Any, name: str, *shape: int) -> Entry:
-    return Entry(package, model, build, {name: numbers(*(shape or (3, 32, 32)))})
+def one(package: str, model: str, build: Any, name: str, *shape: int, **more: Any) -> Entry:
+    return Entry(package, model, build, {name: numbers(*(shape or (3, 32, 32)))}, **more)
 
 
 ENTRIES = [
@@ -92,10 +92,10 @@ ENTRIES = [
     one("timm", "SwinTransformer, shifted windows", timm_swin, "x"),
     one("timm", "Eva, rotary positions", timm_eva, "x"),
     one("torchvision", "VisionTransformer", vision_vit, "x"),
-    one("torchvision", "SwinTransformer, shifted windows", vision_swin, "x"),
+    one("torchvision", "SwinTransformer, shifted windows", vision_swin, "x", told={"axes": {"x": (0,)}}),
     one("vit-pytorch", "ViT", vit, "img"),
-    one("vit-pytorch", "CrossFormer, windows", cross_former, "x"),
+    one("vit-pytorch", "CrossFormer, windows", cross_former, "x", told={"axes": {"x": (0,)}}),
     one("segment-anything", "ImageEncoderViT, windows", segment, "x"),
     one("open-clip-torch", "VisionTransformer", clip, "x"),
-    one("perceiver-pytorch", "Perceiver", perceiver, "data", 32, 32, 3),
+    one("perceiver-pytorch", "Perceiver", perceiver, "data", 32, 32, 3, told={"axes": {"data": (0,)}}),
 ]
