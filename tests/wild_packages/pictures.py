@@ -54,7 +54,7 @@ def cross_former() -> nn.Module:
     from vit_pytorch.crossformer import CrossFormer
 
     return CrossFormer(
-        dim=(16, 16, 32, 32), depth=(1, 1, 1, 1), global_window_size=(4, 2, 2, 1), local_window_size=2,
+        dim=(32, 32, 64, 64), depth=(1, 1, 1, 1), global_window_size=(4, 2, 2, 1), local_window_size=2,
         cross_embed_kernel_sizes=((4, 8), (2, 4), (2, 4), (2, 4)), cross_embed_strides=(2, 2, 2, 2), num_classes=10,
     )  # fmt: skip
 
