@@ -9,6 +9,7 @@
 # make docs-check   run the examples of the documentation and compare their output
 # make evaluate     compute the error rates of the g2p model card from exported files
 # make bench        compare with other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
+# make wild         export models of public packages, and compare each with itself: 20 minutes, one more environment
 # make clean        remove build/ and all environments
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench clean
+.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench wild clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -106,5 +107,21 @@ bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
 	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
 	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPTIMUM) && touch $@ $(WITHOUT)
 
+# Public packages, unchanged. Many ask for other versions of torch or numpy than here, so they are installed without their
+# requirements. torchaudio's operators are built for CUDA; its models need none of them.
+WILD = tests/wild_packages
+PIP_OF_WILD = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
+
+.venv-wild/.ready: pyproject.toml constraints.txt $(WILD)/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(PIP_OF_WILD) torch
+	$(PIP_OF_WILD) --editable '.[gpu,export,hf]'
+	$(PIP_OF_WILD) --no-deps --requirement $(WILD)/requirements.txt
+	rm -f $(@D)/lib/python*/site-packages/torchaudio/lib/*.so
+	touch $@
+
+wild: .venv-wild/.ready
+	cd tests && ../.venv-wild/bin/python -m wild_packages
+
 clean:
-	rm -rf build .venv .venv-genai .venv-optimum
+	rm -rf build .venv .venv-genai .venv-optimum .venv-wild

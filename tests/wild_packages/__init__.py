@@ -1,0 +1,1 @@
+"""Models of public packages, unchanged: entries by kind, and the check of their files."""
