@@ -219,6 +219,21 @@ def test_loop_over_rows_exports(tmp_path: Path) -> None:
         np.testing.assert_allclose(result[:count], row[:count], rtol=0, atol=TOLERANCE * np.ptp(expected))
 
 
+class UnitVectors(Encoder):
+    def forward(self, x):
+        return x / (x.norm(dim=-1, keepdim=True) + 1e-8)
+
+
+def test_small_number_in_a_denominator_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    export(UnitVectors().eval(), path, {"x": draw(2, HISTORY, 0)["x"]})
+    rows = np.zeros((1, 2, COLUMNS), np.float32)
+    rows[0, 1] = 1e-8
+    (actual,) = Engine(path, "cpu", threads=1).encode({"x": [*rows]}, 1).values()
+    expected = rows / (np.linalg.norm(rows, axis=-1, keepdims=True) + 1e-8)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=1e-6)
+
+
 class RootInAnIndex(Encoder):
     def change(self, x):
         side = int(math.sqrt(x.shape[1]))

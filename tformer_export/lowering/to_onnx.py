@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript.rewriter import _pattern_ir
 
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
@@ -21,6 +22,7 @@ from tformer_runtime.base.errors import UnsupportedModelError
 
 TRACED_SIZES = {"batch": 3, "new": 5, "selected": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
 IR_VERSION = 10
+FLOAT32_ROUNDING = 2.0**-24  # of a number, over its value
 OPSET = 24  # the first with TensorScatter
 
 
@@ -85,6 +87,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         warnings.catch_warnings(),
         torch.no_grad(),
         quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
+        _exact_constants(),
         _one_sentence_errors(),
     ):
         warnings.simplefilter("ignore")
@@ -107,6 +110,22 @@ def _contiguous(tensor: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:
         ir.Shape(array.shape),
         name=tensor.name,
     )
+
+
+@contextmanager
+def _exact_constants() -> Iterator[None]:
+    """Patch the patterns of onnxscript's rewriter: a constant matches a number if it is equal, rounded to float32.
+
+    By default they allow differences of 1e-8, so that the rewriter takes `x + 1e-8` for x, and drops the number that
+    keeps a division from being one by zero. The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
+    """
+    pattern: Any = _pattern_ir.Constant
+    pattern._rel_tol = property(lambda _: FLOAT32_ROUNDING, lambda *_: None)
+    pattern._abs_tol = property(lambda _: 0.0, lambda *_: None)
+    try:
+        yield
+    finally:
+        del pattern._rel_tol, pattern._abs_tol
 
 
 @contextmanager
