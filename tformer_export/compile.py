@@ -282,7 +282,8 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
 
     def trace(traced: torch.nn.Module) -> CapturedGraph:
         rest = source.axes, names, source.min_drawn_length
-        graph = capture(traced, source.example, source.step_input, *rest)
+        with unchanged(source.module):  # a trace that fails may leave its tensors in buffers
+            graph = capture(traced, source.example, source.step_input, *rest)
         limit_by_branches(graph, longest)
         return graph
 

@@ -63,6 +63,21 @@ class GrownTable(TinyDecoder):
         return self.table[:time, :time]
 
 
+class BufferOfForward(TinyDecoder):
+    """Biases that forward registers as a buffer, and a choice by the data that a trace cannot follow."""
+
+    def mix(self, x, idx):
+        time = idx.shape[1]
+        if not hasattr(self, "bias") or self.bias.shape[-1] < time:
+            distances = torch.arange(time) - torch.arange(time)[:, None]
+            self.register_buffer("bias", -0.1 * distances.abs().float(), persistent=False)
+        if not (idx >= 0).all():
+            raise ValueError("ids are not negative")
+        scores = self.bias[:time, :time].masked_fill(torch.ones(time, time).triu(1).bool(), float("-inf"))
+        q, k, v = (part.transpose(1, 2) for part in self.attention.heads(x))
+        return self.attention.out(F.scaled_dot_product_attention(q, k, v, scores).transpose(1, 2).flatten(2))
+
+
 class SameSizeAsBefore(TinyDecoder):
     """PyTorch's word language model: the mask is made anew when the length changes."""
 
@@ -130,6 +145,7 @@ CASES = [
     Case("mask-triangle-of-scores", TriangleOfScores, exports_file=True),
     Case("mask-numpy", Numpy),
     Case("mask-grown", GrownTable, exports_file=True),
+    Case("mask-buffer-of-forward", BufferOfForward, exports_file=True),
     Case("mask-same-size", SameSizeAsBefore, exports_file=True),
     Case("mask-condition", ConditionOnMask),
     Case("causal-by-size", CausalBySize),

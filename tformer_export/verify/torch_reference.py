@@ -100,9 +100,9 @@ class Reference:
         if self.source.step_input is not None and tokens is not None:
             values[self.source.step_input] = torch.from_numpy(tokens)[None]
         masks = self.source.masks
-        sizes = {name: len(value) for name, value in requests.items()}
+        lengths = {name: len(value) for name, value in requests.items() if value.ndim}  # an adapter's number has none
         return {
-            name: build_mask(mask, values[mask.of], sizes.get(mask.of)) if (mask := masks.get(name)) else values[name]
+            name: build_mask(mask, values[mask.of], lengths.get(mask.of)) if (mask := masks.get(name)) else values[name]
             for name in self.source.example
         }
 

@@ -647,9 +647,7 @@ CASES = [
     Case("pooled", Pooled, refusal="it must return logits for every position"),
     Case("nanoGPT-everywhere", NanoGPTEverywhere),
     Case("raschka", RaschkaGPT, inputs=("in_idx",)),
-    Case(
-        "former", GTransformer, inputs=("x",), refusal="forward fixes a size to the example's: the length of"
-    ),  # triu_indices takes no free size
+    Case("former", GTransformer, inputs=("x",), exports_file=True),
     Case("former-adding", lambda: GTransformer(FormerAttentionAdding), inputs=("x",)),
     Case("llama2.c-flash", lambda: Llama(flash=True), inputs=("tokens",), last_position_only=True, exports_file=True),
     Case("llama2.c", lambda: Llama(flash=False), inputs=("tokens",), last_position_only=True),
