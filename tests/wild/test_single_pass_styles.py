@@ -247,3 +247,42 @@ def test_whole_number_of_a_root_is_refused(tmp_path: Path) -> None:
         export(RootInAnIndex().eval(), tmp_path / "model.onnx", {"x": draw(2, HISTORY, 0)["x"]})
     assert 'axes={"x": (0,)}' in str(e.value)
     export(RootInAnIndex().eval(), tmp_path / "fixed.onnx", {"x": draw(2, HISTORY, 0)["x"]}, axes={"x": (0,)})
+
+
+class LoopThatEndsEarly(Encoder):
+    """Steps that are fed back, until each row has had the class 0; of the export's random rows one never has."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.classes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 60)
+
+    def forward(self, x):
+        state, ended, results = self.enter(x).mean(1), torch.zeros(len(x), dtype=torch.bool), []
+        for _ in range(8):
+            state = torch.tanh(self.step(state))
+            results.append(self.classes(state))
+            ended = ended | (results[-1].argmax(-1) == 0)
+            if ended.all():
+                break
+        return torch.stack(results, 1)
+
+
+def test_loop_that_may_end_early_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModelError, match=r"decide which code runs, at .*if ended.all\(\)"):
+        export(LoopThatEndsEarly().eval(), tmp_path / "model.onnx", {"x": draw(2, HISTORY, 0)["x"]})
+
+
+class ComparedCondition(Encoder):
+    def change(self, x):
+        return x.cumsum(1) if (x.shape[1] < 2 * HISTORY) == self.training else x
+
+
+def test_condition_that_is_compared_with_a_value_limits_the_length(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "model.onnx"
+    export(ComparedCondition().eval(), path, {"x": draw(2, HISTORY, 0)["x"]})
+    engine = Engine(path, "cpu", threads=1)
+    engine.encode({"x": draw(1, 2 * HISTORY - 1, 0)["x"].numpy()}, 1)
+    with pytest.raises(InputError, match=rf"at most {2 * HISTORY - 1}"):
+        engine.encode({"x": draw(1, 2 * HISTORY, 0)["x"].numpy()}, 1)

@@ -29,12 +29,16 @@ def functions_of_sizes() -> Iterator[None]:
     """Patch the functions of `math` and methods that numpy calls: a root or logarithm of a size is traced with it.
 
     Otherwise they would give the number for the example's size, or fail. `int()` of a fraction of a size has to give
-    such a number: it fails.
+    such a number: it fails. `(size < 40) == True` decides the condition: torch compares without a guard for the size.
     """
     number: Any = torch.SymInt
     fraction: Any = torch.SymFloat
-    original_int = fraction.__int__
+    condition: Any = torch.SymBool
+    original_int, equals = fraction.__int__, condition.__eq__
     fraction.__int__ = _refuse_number
+    condition.__eq__ = lambda value, other: (
+        bool(value) == other if isinstance(other, bool) else equals(value, other)
+    )
     originals = {name: getattr(math, name) for name in ("sqrt", *LOGARITHMS)}
     functions: dict[str, Callable[..., Any]] = {"sqrt": lambda size: size**ROOT}
     functions |= {name: _logarithm(function) for name, function in LOGARITHMS.items()}
@@ -44,7 +48,7 @@ def functions_of_sizes() -> Iterator[None]:
     try:
         yield
     finally:
-        fraction.__int__ = original_int
+        fraction.__int__, condition.__eq__ = original_int, equals
         for name, original in originals.items():
             setattr(math, name, original)
             delattr(number, name)

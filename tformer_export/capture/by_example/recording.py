@@ -8,6 +8,7 @@ and weights alone: they are constants of the recording, with the value that they
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,9 +170,9 @@ class Recording:
     module: GraphModule
     input_forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
 
-    def descriptions(self) -> set[tuple[Any, ...]]:
-        """Return the operations on data, with their numbers, weights and constants, in no order."""
-        return set(map(_description, self.steps))
+    def descriptions(self) -> Counter[tuple[Any, ...]]:
+        """Return the operations on data, with their numbers, weights and constants, in no order, each with its count."""
+        return Counter(map(_description, self.steps))
 
 
 def record(
