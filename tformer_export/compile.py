@@ -45,7 +45,13 @@ from tformer_export.analysis.own_caches import keep_written_keys
 from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.size_branches import limit_by_branches, refuse_short_limits, runs_beyond, stretch
+from tformer_export.analysis.size_branches import (
+    limit_by_branches,
+    refuse_other_courses,
+    refuse_short_limits,
+    runs_beyond,
+    stretch,
+)
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
 from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
@@ -285,6 +291,7 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
         with unchanged(source.module):  # a trace that fails may leave its tensors in buffers
             graph = capture(traced, source.example, source.step_input, *rest)
         limit_by_branches(graph, longest)
+        refuse_other_courses(graph, source)
         return graph
 
     try:
@@ -415,6 +422,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
 
 def _stage_single_pass(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
     graph = analysed.graph
+    refuse_mixed_rows(graph, values, run_other_row(graph, analysed.inputs))
     names = list(analysed.source.outputs) or ["output"]
     outputs = [ContextTensor(node) for node in (graph.output, *(graph.extras[name] for name in names[1:]))]
     encode = EncodeEmitter(graph, analysed.level, values).emit(outputs, names, analysed.extras[0])

@@ -343,10 +343,12 @@ class Model:
     ) -> Iterator[Any]:
         """Run a single-pass model on any number of inputs. Return the results in the order of the inputs.
 
-        The type of a result depends on the task of the file, such as `Classification` or an array of features.
+        The type of a result depends on the task of the file, such as `Classification` or an array of features. A file
+        with several outputs gives a mapping from their names to arrays.
 
         inputs: read lazily. An input is a text, a pair of texts, ids, an image (a file name, bytes, a Pillow image or
-            an array of uint8), or a mapping from the names of the model's inputs.
+            an array of uint8), or a mapping from the names of the model's inputs. An input that is a number for each
+            row takes a number.
         batch_size: inputs of similar length that are computed together.
         workers: batches that run in parallel. The throughput is highest with one worker per core and a model that is
             loaded with threads=1.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tiny import WIDTH, Attention
 
 from tformer_export import export, lengths, padding
-from tformer_runtime import InputError, UnsupportedModelError
+from tformer_runtime import InputError, Model, SourceError, UnsupportedModelError
 from tformer_runtime.engine.engine import Engine
 
 COLUMNS, HISTORY = 3, 12
@@ -136,6 +136,25 @@ class OneIdInAnAxis(Encoder):
         return self.encode(self.tokens(ids).sum(2))
 
 
+class RelativeTable(Encoder):
+    """A window of a table of distances: cut for short inputs, padded with zeros for long ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.distances = nn.Parameter(torch.randn(9, COLUMNS))
+
+    def change(self, x):
+        time = x.shape[1]
+        pad, start = max(time - 5, 0), max(5 - time, 0)
+        table = F.pad(self.distances, (0, 0, pad, pad))[start : start + 2 * time - 1]
+        return x + table.sum(0)
+
+
+class LargestOfAll(Encoder):
+    def change(self, x):
+        return x / x.abs().amax()
+
+
 def draw(rows: int, time: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     dates = [torch.randint(low, high, (rows, time), generator=generator) for low, high in ((1, 13), (0, 24))]
@@ -147,7 +166,7 @@ def draw(rows: int, time: int, seed: int) -> dict[str, torch.Tensor]:
 MODELS: Mapping[type[Encoder], tuple[str, ...]] = {
     DistanceGrid: ("x",), MaskOfNumpy: ("x",), RootOfLength: ("x",), Dates: ("x", "dates"), ChosenFrequencies: ("x",),
     StrongestFrequencies: ("x",), HyperbolicTangent: ("x",), Pooled: ("x",), UnnamedArguments: ("x", "dates"),
-    OneIdInAnAxis: ("ids",),
+    OneIdInAnAxis: ("ids",), RelativeTable: ("x",),
 }  # fmt: skip
 
 
@@ -158,7 +177,7 @@ def test_file_matches_module(build: type[Encoder], tmp_path: Path) -> None:
     names = MODELS[build]
     export(model, path, {name: draw(2, HISTORY, 0)[name] for name in names})
     engine = Engine(path, "cpu", threads=1)
-    for rows, time in ((1, 9), (3, 12), (5, 16)):
+    for rows, time in ((1, 4), (1, 9), (3, 12), (5, 16)):
         inputs: dict[str, Any] = {name: draw(rows, time, rows)[name] for name in names}
         (actual,) = engine.encode({name: [*value.numpy()] for name, value in inputs.items()}, rows).values()
         with torch.no_grad():
@@ -286,3 +305,80 @@ def test_condition_that_is_compared_with_a_value_limits_the_length(tmp_path: Pat
     engine.encode({"x": draw(1, 2 * HISTORY - 1, 0)["x"].numpy()}, 1)
     with pytest.raises(InputError, match=rf"at most {2 * HISTORY - 1}"):
         engine.encode({"x": draw(1, 2 * HISTORY, 0)["x"].numpy()}, 1)
+
+
+class ShortCourse(Encoder):
+    def change(self, x):
+        return x.cumsum(1) if x.shape[1] < 4 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (ShortCourse, r"another course if 'x' has fewer than 4 positions, by .*x.shape\[1\] < 4"),
+        (LargestOfAll, r"amax.* lets the rows of a batch change each other"),
+    ],
+)
+def test_model_that_differs_for_other_inputs_is_refused(model: type[Encoder], reason: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        export(model().eval(), tmp_path / "model.onnx", {"x": draw(2, HISTORY, 0)["x"]})
+
+
+class Diffusion(Encoder):
+    """Numbers with their time and their class, one of each for a row, and a map of kinds of places."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes, self.kinds = nn.Embedding(10, COLUMNS), nn.Embedding(7, COLUMNS)
+
+    def forward(self, x, t, y, kinds):
+        states = x + (self.classes(y) + t[:, None] / 100 + self.kinds(kinds).sum((1, 2)))[:, None]
+        return {"noise": self.encode(states), "scale": states.mean(1)}
+
+
+def test_numbers_and_maps_of_rows_are_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = Diffusion().eval(), tmp_path / "model.onnx"
+    example = {"x": draw(2, HISTORY, 0)["x"], "t": torch.tensor([3.0, 500.0]), "y": torch.tensor([1, 7])}
+    example |= {"kinds": torch.randint(7, (2, 3, 5))}
+    with pytest.raises(SourceError, match=r"number for each row, axes=\{'t': \(0,\)\}"):
+        export(model, path, example)
+    axes = {"t": (0,), "y": (0,), "kinds": (0,)}
+    export(model, path, example, axes=axes, output=["noise", "scale"])
+    file = Model.load(path)
+    rows = [{**{name: value[i].numpy() for name, value in example.items()}, "t": float(10 * i), "y": i} for i in (0, 1)]
+    for i, result in enumerate(file.predict(rows)):
+        inputs = (example["x"][i], torch.tensor(10.0 * i), torch.tensor(i), example["kinds"][i])
+        with torch.no_grad():
+            expected = model(*(value[None] for value in inputs))
+        assert list(result) == ["noise", "scale"]
+        for name, value in expected.items():
+            np.testing.assert_allclose(result[name], value[0], rtol=0, atol=TOLERANCE * np.ptp(value.numpy()))
+    with pytest.raises(InputError, match=r"id 10 .* ends at 9"):
+        list(file.predict([rows[0] | {"y": 10}]))
+    with pytest.raises(InputError, match="kinds takes whole numbers"):
+        list(file.predict([rows[0] | {"kinds": np.full((3, 5), 0.5)}]))
+
+
+class Patches(nn.Module):
+    """Pictures in patches of eight rows, of any height."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut, self.leave = nn.Conv2d(3, WIDTH, (8, 32), 8), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.leave(self.cut(x).flatten(2).mean(-1))
+
+
+def test_named_axis_of_patches_is_tried_at_sizes_that_hold_patches(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = Patches().eval(), tmp_path / "model.onnx"
+    export(model, path, {"x": torch.randn(2, 3, 32, 32)}, axes={"x": (0, 2)})
+    for height in (8, 24, 40):
+        x = torch.randn(3, height, 32)
+        (actual,) = Engine(path, "cpu", threads=1).encode({"x": [x.movedim(1, 0).numpy()]}, 1).values()
+        with torch.no_grad():
+            expected = model(x[None]).numpy()
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=TOLERANCE * max(1, np.ptp(expected)))

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.analysis.binding_time import Level, binding_times
-from tformer_export.analysis.interpreter import Constants
+from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.capture.trace_errors import explain_branch
@@ -23,6 +23,8 @@ from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, 
 from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
+
+TOLERANCE = 1e-3  # of the range of the outputs; another course differs by more
 
 
 def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
@@ -81,6 +83,53 @@ def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) ->
             source.module(*(value.clone() for value in inputs.values()))
             return inputs
     return {}
+
+
+def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
+    """Raise UnsupportedModelError if forward takes another course at sizes below those of the trace.
+
+    A trace holds from some size on: `if n < 5` and `max(n - 5, 0)` go the way of the example. Below it, and at size 1,
+    the graph is compared with forward.
+
+    Cost: a run of forward and one of the graph, with one row, for each size below the least, at most `DENSE_SIZES`.
+    """
+    symbols = {s for node in captured.inputs.values() for axis, s in _axes(node) if axis > 0 and s.is_Symbol}
+    for symbol in symbols:
+        axes = [(n, a) for n, node in captured.inputs.items() for a, s in _axes(node) if s == symbol and a > 0]
+        least = captured.least.get(symbol, 2)
+        for size in range(least - 1, max(0, least - DENSE_SIZES), -1):
+            inputs = {name: value[:1] for name, value in captured.example.items()}
+            for name, axis in axes:
+                inputs[name] = _resize(inputs[name], axis, size)
+            expected = _run(source, inputs)
+            if expected is not None and not _gives(captured, inputs, expected, may_fail=least == 2):
+                name, line = axes[0][0], captured.least_lines.get(symbol)
+                raise UnsupportedModelError(
+                    f"forward takes another course if {name!r} has fewer than {size + 1} positions"
+                    + (f", by {line}" if line else "")
+                    + ". A file takes one course: write it without the branch"
+                )
+
+
+def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the first output of forward; None if it fails. The state of the module is restored."""
+    undo = WriteUndo(source.module, [])
+    with torch.no_grad(), unchanged(source.module), undo, torch.random.fork_rng(devices=[]), suppress(Exception):
+        output = source.module(*(value.clone() for value in inputs.values()))
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        return first if isinstance(first, torch.Tensor) else None
+    return None
+
+
+def _gives(captured: CapturedGraph, inputs: Mapping[str, torch.Tensor], expected: torch.Tensor, may_fail: bool) -> bool:
+    try:
+        actual = run(captured, inputs)[captured.output]
+    except (RuntimeError, IndexError, AssertionError):
+        return may_fail
+    finite = expected[expected.isfinite()]
+    span = float(finite.max() - finite.min()) if finite.numel() and finite.is_floating_point() else 0.0
+    allowed = TOLERANCE * (span or 1.0)
+    return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=0, atol=allowed, equal_nan=True)
 
 
 def stretch(inputs: Mapping[str, torch.Tensor], source: Source, length: int) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
-from tformer_export.capture.trace_errors import SizeWatch, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.trace_errors import SizeWatch, explain_fixed, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.trace_patches import (
     causal_mask_hints_kept,
     data_detached,
@@ -54,6 +54,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {  # into operations that torch.
     aten.__xor__.Scalar: torch.bitwise_xor,
     aten.min.other: torch.minimum,
     aten.max.other: torch.maximum,
+    aten.amax.default: lambda x, dim=(), keepdim=False: NotImplemented if dim else x.amax([*range(x.dim())], keepdim),
+    aten.amin.default: lambda x, dim=(), keepdim=False: NotImplemented if dim else x.amin([*range(x.dim())], keepdim),
     aten.adaptive_avg_pool1d.default: lambda x, size: x.mean(-1, keepdim=True) if [*size] == [1] else NotImplemented,
 }
 
@@ -61,6 +63,7 @@ IDS = (torch.int64, torch.int32)  # dtypes of token ids
 ID_MOVES = {  # operations that move ids and do not change them
     aten.reshape.default,
     aten.unsqueeze.default,
+    aten.squeeze.dim,
     aten.expand.default,
     aten.slice.Tensor,
     aten._to_copy.default,
@@ -96,6 +99,8 @@ class CapturedGraph:
         assertions of the conditions of the branches.
     extra_names: the names of the outputs after the first.
     limit_lines: symbol → the user's line that set its limit.
+    least: symbol → the least value for which torch.export vouches, if that is above 2.
+    least_lines: symbol → the user's line that set it.
     """
 
     graph: Graph
@@ -110,6 +115,8 @@ class CapturedGraph:
     branch_refusal: str | None = None
     extra_names: tuple[str, ...] = ()
     limit_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
+    least: dict[sympy.Symbol, int] = field(default_factory=dict)
+    least_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
 
     @property
     def extras(self) -> dict[str, Node]:
@@ -169,14 +176,20 @@ def capture(
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder" and n.name not in constants]
     inputs = dict(zip(sized, placeholders, strict=True))
+    fixed = [
+        (name, axis) for name, n in inputs.items() for axis in free[name] if expression(meta(n).shape[axis]).is_number
+    ]
+    if fixed:  # by a bound from below and the same from above, of which torch.export says nothing
+        raise TraceFailedError(functools.partial(explain_fixed, fixed, traced.watch))
     batch = frozenset(
         size.node.expr for name, n in inputs.items() if isinstance(size := n.meta["val"].shape[0], torch.SymInt)
     )
-    limit_lines = {
-        expression(meta(inputs[name]).shape[axis]): line
-        for (name, axis), line in traced.watch.bounded.items()
-        if isinstance(meta(inputs[name]).shape[axis], torch.SymInt)
-    }
+
+    def by_symbol(lines: Mapping[tuple[str, int], str]) -> dict[sympy.Symbol, str]:
+        sizes = [(meta(inputs[name]).shape[axis], line) for (name, axis), line in lines.items()]
+        return {expression(size): line for size, line in sizes if isinstance(size, torch.SymInt)}
+
+    limit_lines = by_symbol(traced.watch.bounded)
     limits = _limits(program, graph)
     for symbol in batch & set(limits):
         raise UnsupportedModelError(
@@ -196,6 +209,8 @@ def capture(
         branch_refusal=traced.branch_refusal,
         extra_names=extra_names,
         limit_lines=limit_lines,
+        least={s: int(b.lower) for s, b in program.range_constraints.items() if b.lower.is_finite and b.lower > 2},
+        least_lines=by_symbol(traced.watch.raised),
     )
 
 

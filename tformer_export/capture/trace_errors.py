@@ -43,11 +43,13 @@ class SizeWatch:
     names: the names of the inputs, in the order of forward.
     fixed: axis → the first line that gave it one size.
     bounded: axis → the last line that gave it a greatest size.
+    raised: axis → the last line that gave it a least size.
     """
 
     names: list[str]
     fixed: dict[InputAxis, str] = field(default_factory=dict)
     bounded: dict[InputAxis, str] = field(default_factory=dict)
+    raised: dict[InputAxis, str] = field(default_factory=dict)
 
     def axes(self, text: str) -> list[InputAxis]:
         """Find the axes of inputs that a message of torch.export names."""
@@ -91,9 +93,15 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
     def update_range(env: Any, symbol: Any, *args: Any, **kwargs: Any) -> None:
         before = env.var_to_range.get(symbol)
         bound(env, symbol, *args, **kwargs)
-        if before is not None and env.var_to_range[symbol].upper != before.upper:
-            for axis in axes(env, symbol):
-                watch.bounded[axis] = line()
+        after = env.var_to_range[symbol]
+        if before is None:
+            return
+        for found, changed in (
+            (watch.bounded, after.upper != before.upper),
+            (watch.raised, after.lower != before.lower),
+        ):
+            if changed:
+                found.update((axis, line()) for axis in axes(env, symbol))
 
     with TORCH_PATCH_LOCK:
         replace, bound = ShapeEnv._set_replacement, ShapeEnv._update_var_to_range
@@ -162,9 +170,6 @@ def _explain_fixed(
     text: str, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
     axes = watch.axes(text)
-    lines: dict[str, list[InputAxis]] = {}
-    for axis in axes:
-        lines.setdefault(watch.fixed.get(axis) or watch.bounded.get(axis) or "", []).append(axis)
     if (step, 1) in axes and step is not None:
         where = watch.fixed.get((step, 1))
         growth = _growth(module, example, step)
@@ -183,10 +188,18 @@ def _explain_fixed(
                     f"forward computes the positions of {step!r} one by one in Python, at {where}, which fixes their "
                     "number to the example's. Compute all positions at once with operations on tensors"
                 )
+    return explain_fixed(axes, watch, text.splitlines()[0])
+
+
+def explain_fixed(axes: Iterable[InputAxis], watch: SizeWatch, otherwise: str = "") -> str:
+    """Explain that forward fixes the sizes of these axes. otherwise: the words for no axes."""
+    lines: dict[str, list[InputAxis]] = {}
+    for axis in axes:
+        lines.setdefault(watch.fixed.get(axis) or watch.bounded.get(axis) or "", []).append(axis)
     parts = [
         " and ".join(map(describe_axis, fixed)) + (f", at {line}" if line else "") for line, fixed in lines.items()
     ]
-    places = "; and ".join(parts) or text.splitlines()[0]
+    places = "; and ".join(parts) or otherwise
     return (
         f"forward fixes a size to the example's: {places}. The file has to run at any size: take sizes from x.shape, "
         "slice tables to the length, and make no Python number or list of a size"

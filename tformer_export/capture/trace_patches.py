@@ -36,9 +36,7 @@ def functions_of_sizes() -> Iterator[None]:
     condition: Any = torch.SymBool
     original_int, equals = fraction.__int__, condition.__eq__
     fraction.__int__ = _refuse_number
-    condition.__eq__ = lambda value, other: (
-        bool(value) == other if isinstance(other, bool) else equals(value, other)
-    )
+    condition.__eq__ = lambda value, other: bool(value) == other if isinstance(other, bool) else equals(value, other)
     originals = {name: getattr(math, name) for name in ("sqrt", *LOGARITHMS)}
     functions: dict[str, Callable[..., Any]] = {"sqrt": lambda size: size**ROOT}
     functions |= {name: _logarithm(function) for name, function in LOGARITHMS.items()}

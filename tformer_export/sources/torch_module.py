@@ -48,6 +48,8 @@ def from_module(
     callable_ = callable_module(module, {*example, *described, *fixed})
     callable_, tensors = open_containers(callable_, example, {*described, *fixed})
     one_row = takes_one_row(tensors, step_input, axes or {})
+    numbers = [n for n, own in (axes or {}).items() if n in tensors and tensors[n].dim() == 1 and tuple(own) == (0,)]
+    tensors = {name: value.unsqueeze(1) if name in numbers else value for name, value in tensors.items()}
     _check_arguments(callable_, tensors, described, fixed, one_row)
     if one_row:
         callable_ = OverRows(callable_, batch_axes_of(tensors, described))
@@ -64,7 +66,8 @@ def from_module(
     if outputs and (step_input is not None or head):
         reason = f"that is stepped over {step_input!r} gives logits" if step_input is not None else "with a head"
         raise SourceError(f"a model {reason}: name one output, not {len(outputs)}")
-    call = _Call(adapted, fixed, described, step_input, output, find_heads(users_module(adapted), head))
+    heads = find_heads(users_module(adapted), head)
+    call = _Call(adapted, fixed, described, step_input, output, heads, numbers)
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
@@ -99,6 +102,7 @@ class _Call:
     step_input: str | None
     output: str | int | Sequence[str | int] | None
     heads: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    numbers: Sequence[str]
     caches: Mapping[str, int] = field(default_factory=dict)
     row_axes: Sequence[int] = ()
 
@@ -138,6 +142,7 @@ class _Call:
             self.heads,
             self.caches,
             self.row_axes,
+            self.numbers,
         )
         return adapter, inputs
 
@@ -298,6 +303,7 @@ def check_example(name: str, value: Any, one_row: bool = False) -> None:
         raise SourceError(
             f"the example of {name!r} looks like {kind}, which must fit inputs of any length: leave it out of the "
             f"example and describe it, masks={{{name!r}: {instead}(…)}}"
+            + (f", or say that it is a number for each row, axes={{{name!r}: (0,)}}" if value.dim() == 1 else "")
         )
     if value.dim() == 0:
         raise SourceError(f"the example of {name!r} is a single number: it goes into fixed_arguments={{{name!r}: …}}")

@@ -29,10 +29,8 @@ def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict
     except (RuntimeError, IndexError) as error:
         where = failing_line(captured, probe)
         raise UnsupportedModelError(
-            f"the traced model fails at a length of {PROBE_LENGTH}{where}: {error_summary(error)}. The file has "
-            f"to run at "
-            "any "
-            "size"
+            f"the traced model fails at a length of {PROBE_LENGTH}{where}: {error_summary(error)}. The file has to run "
+            "at any size"
         ) from error
 
 
@@ -85,6 +83,7 @@ def _with_other_row(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -
         if facts.masked and facts.ids is not None and not is_step and value.dim() > 1:
             value[1:, -1:] = facts.pad  # positions that a mask made of ids hides belong to their row
         if facts.ids is None and not is_step:  # a mask hides another position; data are other data
-            flipped = value[1:] - 1 if value.is_floating_point() else value[1:] == 0
+            whole = not value.is_floating_point() or torch.equal(value, value.round())
+            flipped = value[1:] == 0 if not value.is_floating_point() else value[1:] - 1 if whole else 3 * value[1:] + 1
             value[1:, ..., -1:] = flipped.to(value.dtype)[..., -1:]
     return {name: torch.cat([first[name][:1], value[1:]]) for name, value in second.items()}

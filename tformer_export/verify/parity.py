@@ -282,7 +282,12 @@ class ParityGate(InputDraws):
                 f"; it hides no padding in {', '.join(unmasked)}, so that rows change each other: let forward take a "
                 f"mask or lengths, described by masks={{…: padding({unmasked[0]!r})}}"
             )
-        return "; perhaps a mask is described the wrong way round: try its other keep" if masks else ""
+        return (
+            "; either a mask is described the wrong way round (try its other keep), or forward does not hide padding "
+            "with it everywhere"
+            if masks
+            else ""
+        )
 
     def _locate(
         self, engine: Engine, state: State, row: int, request: Mapping[str, np.ndarray], tokens: np.ndarray

@@ -37,6 +37,16 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
+def _is_number(spec: RequestInput) -> bool:
+    """Return whether an input is one number for each row, such as the time of a diffusion or the id of a speaker."""
+    return spec.shape[1:] == (1,)
+
+
+def _is_sequence(spec: RequestInput) -> bool:
+    """Return whether an input is a text or a sequence of ids, and not a number or a map of ids for each row."""
+    return spec.role == "ids" and len(spec.shape) == 2 and not _is_number(spec)
+
+
 class Inputs:
     """The inputs of a model: tokenizers, preprocessors and checks. Methods raise InputError for a wrong input."""
 
@@ -189,7 +199,7 @@ class Inputs:
         values = self._by_name(specs, input, optional=list(type_inputs.values()))
         arrays: dict[str, Array] = {}
         for spec in specs:
-            if spec.role == "data":
+            if spec.role == "data" or (spec.role == "ids" and not _is_sequence(spec)):
                 arrays[spec.name] = self._source(spec, values[spec.name])
             elif spec.role == "ids":
                 ids, types = self._read(spec, values[spec.name], truncate)
@@ -297,7 +307,7 @@ class Inputs:
 
     def _source(self, spec: RequestInput, value: Value) -> Array:
         """Return the array of an input."""
-        if spec.role == "ids":
+        if _is_sequence(spec):
             ids = self.ids(spec.name, value, add_special_tokens=True)
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
@@ -313,10 +323,14 @@ class Inputs:
                 array = np.asarray(value, spec.dtype)
         except (TypeError, ValueError, OverflowError) as error:  # not numbers, too large, or rows of different lengths
             raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
+        if spec.role == "ids" and (np.asarray(value) != array).any():
+            raise InputError(f"input {spec.name} takes whole numbers")
+        if spec.role == "ids":
+            self._check_ids(spec.name, array.reshape(-1))
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             index = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
             raise InputError(f"input {spec.name} takes finite numbers of {spec.dtype}, not {array[index]} at {index}")
-        return array
+        return array.reshape(1) if _is_number(spec) and array.ndim == 0 else array
 
     def _check_names(self, expected: Sequence[str], values: Mapping[str, Value]) -> None:
         if set(values) != set(expected):

@@ -57,7 +57,8 @@ def check_reads(
     Honest runs of all kinds of data are recorded at one set of sizes, those of `check_agreement`. Then each number is
     forced to other values. An operation that no honest run had, such as one of another branch, refuses the module. If
     the number was the same in all honest runs, an operation more or less refuses it too: a loop that ends early does a
-    part of its operations. A forced run that fails comes from an assertion on data. A number that is a size of the inputs in all runs, such as `lengths.max()`, has no other value.
+    part of its operations. A forced run that fails comes from an assertion on data. A number that is a size of the
+    inputs in all runs, such as `lengths.max()`, has no other value.
 
     samples: the sizes of the recordings. sizes: those of the honest runs.
 

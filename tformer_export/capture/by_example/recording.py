@@ -171,7 +171,7 @@ class Recording:
     input_forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
 
     def descriptions(self) -> Counter[tuple[Any, ...]]:
-        """Return the operations on data, with their numbers, weights and constants, in no order, each with its count."""
+        """Return the operations on data, with their numbers, weights and constants, and how often each runs."""
         return Counter(map(_description, self.steps))
 
 

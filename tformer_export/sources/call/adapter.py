@@ -28,6 +28,7 @@ class Adapter(nn.Module):
     heads: functions that are applied to the output in turn, such as a projection that forward leaves out.
     caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
+    numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Adapter(nn.Module):
         heads: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         caches: Mapping[str, int] | None = None,
         row_axes: Sequence[int] = (),
+        numbers: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.module, self.flat_logits, self.heads = module, flat_logits, tuple(heads)
-        self.caches, self.row_axes = dict(caches or {}), tuple(row_axes)
+        self.caches, self.row_axes, self.numbers = dict(caches or {}), tuple(row_axes), tuple(numbers)
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
 
@@ -91,4 +93,6 @@ class Adapter(nn.Module):
             arguments[name] = mask.build(keep, lengths, padded=mask.of in keeps)
         for name, axes in self.layouts.items():
             arguments[name] = arguments[name].movedim((0, 1), axes)
+        for name in self.numbers:
+            arguments[name] = arguments[name].squeeze(1)
         return call_by_name(self.module, arguments)

@@ -61,8 +61,11 @@ class AxisProbe:
         unknown = [name for name, value in self.example.items() if self._is_unknown(name, value)]
         choices = [[(0,), *((0, axis) for axis in range(1, self.example[name].dim()))] for name in unknown]
         too_many = math.prod(map(len, choices)) > MAX_CHOICES
-        if not unknown or too_many or self._runs_small(stated) or self._error(self.example, stated.axes) is not None:
+        if too_many or self._runs_small(stated) or self._error(self.example, stated.axes) is not None:
             return stated
+        if not unknown:
+            longer = [name for name, axes in self.stated.items() if len(axes) > 1 and name != self.step_input]
+            return FreeAxes(stated.axes, self._min_lengths(longer, stated.axes))
         candidates = [
             {**stated.axes, **dict(zip(unknown, choice, strict=True))} for choice in itertools.product(*choices)
         ]
@@ -103,7 +106,7 @@ class AxisProbe:
                 return self._error(shorter, axes) is not None
 
             lengths[name] = 1 + bisect_left(range(1, length), True, key=lambda size: not fails(size))
-        return lengths
+        return {name: length for name, length in lengths.items() if length > 1}
 
     def _runs_small(self, free: FreeAxes) -> bool:
         """Return whether forward runs at the sizes of a trace."""
