@@ -28,14 +28,19 @@ class SizeFractionError(TypeError):
 def functions_of_sizes() -> Iterator[None]:
     """Patch the functions of `math` and methods that numpy calls: a root or logarithm of a size is traced with it.
 
-    Otherwise they would give the number for the example's size, or fail. `int()` of a fraction of a size has to give
-    such a number: it fails. `(size < 40) == True` decides the condition: torch compares without a guard for the size.
+    Otherwise they would give the number for the example's size, or fail. `math.ceil(size / 4)` is a division of whole
+    numbers. `int()` of a fraction of a size has to give the number for the example: it fails. `(size < 40) == True`
+    decides the condition: torch compares without a guard for the size.
     """
     number: Any = torch.SymInt
     fraction: Any = torch.SymFloat
     condition: Any = torch.SymBool
-    original_int, equals = fraction.__int__, condition.__eq__
+    equals, divide = condition.__eq__, number.__truediv__
+    rounds = {name: getattr(fraction, name) for name in ("__int__", "__ceil__", "__floor__")}
     fraction.__int__ = _refuse_number
+    fraction.__ceil__ = lambda value: _rounded(value, rounds["__ceil__"], up=True)
+    fraction.__floor__ = lambda value: _rounded(value, rounds["__floor__"], up=False)
+    number.__truediv__ = lambda size, other: _ratio(divide(size, other), size, other)
     condition.__eq__ = lambda value, other: bool(value) == other if isinstance(other, bool) else equals(value, other)
     originals = {name: getattr(math, name) for name in ("sqrt", *LOGARITHMS)}
     functions: dict[str, Callable[..., Any]] = {"sqrt": lambda size: size**ROOT}
@@ -46,7 +51,9 @@ def functions_of_sizes() -> Iterator[None]:
     try:
         yield
     finally:
-        fraction.__int__, condition.__eq__ = original_int, equals
+        condition.__eq__, number.__truediv__ = equals, divide
+        for name, original in rounds.items():
+            setattr(fraction, name, original)
         for name, original in originals.items():
             setattr(math, name, original)
             delattr(number, name)
@@ -56,6 +63,20 @@ def _refuse_number(value: torch.SymFloat) -> int:
     if value.node.is_constant():
         return int(value.node.guard_float("", 0))
     raise SizeFractionError("it makes a whole number of a fraction of a size")
+
+
+def _ratio(value: Any, size: torch.SymInt, other: Any) -> Any:
+    """Note on a fraction its numerator and its denominator, if both are whole numbers."""
+    if isinstance(value, torch.SymFloat) and isinstance(other, (int, torch.SymInt)):
+        value.whole_numbers = size, other  # type: ignore[attr-defined]
+    return value
+
+
+def _rounded(value: Any, original: Callable[[Any], Any], up: bool) -> Any:
+    if (parts := getattr(value, "whole_numbers", None)) is None:
+        return original(value)
+    size, other = parts
+    return (size + other - 1) // other if up else size // other
 
 
 def _logarithm(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:

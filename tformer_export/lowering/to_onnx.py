@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import traceback
 import warnings
@@ -13,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript.rewriter import _pattern_ir
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
@@ -69,7 +71,9 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
     """
 
     def trace() -> torch.export.ExportedProgram:
-        return torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
+        exported = torch.export.export(program.module, example, dynamic_shapes=dynamic, strict=False)
+        _floor_negative_divisions(exported)
+        return exported
 
     def export(trace: torch.export.ExportedProgram) -> ir.Model:
         exported = torch.onnx.export(
@@ -97,6 +101,25 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
             return export(program_trace)
         except Exception:  # torch.onnx's errors have no common base
             return export(trace())
+
+
+def _floor_negative_divisions(program: torch.export.ExportedProgram) -> None:
+    """Let divisions of sizes that may be negative round down, as Python's do: ONNX rounds them towards zero."""
+    graph = program.graph
+    for node in graph.find_nodes(op="call_function", target=operator.floordiv):
+        size, divisor = node.args
+        value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+        ranges = value.node.shape_env.var_to_range if isinstance(value, torch.SymInt) else {}
+        if not isinstance(value, torch.SymInt) or bound_sympy(value.node.expr, ranges).lower >= 0:
+            continue
+        with graph.inserting_before(node):
+            remainder = graph.call_function(operator.mod, (size, divisor))
+            whole = graph.call_function(operator.sub, (size, remainder))
+        number = divisor.meta["val"] if isinstance(divisor, torch.fx.Node) else divisor
+        remainder.meta["val"] = value % number
+        whole.meta["val"] = value - value % number
+        node.args = whole, divisor
+    program.graph_module.recompile()
 
 
 def _contiguous(tensor: ir.TensorProtocol, array: np.ndarray) -> ir.LazyTensor:
