@@ -250,14 +250,11 @@ def test_invalid_options_of_a_factory_are_refused(user_folder, refused):
     assert "returned a transformers model and options: pass the options to the export itself" in message
 
 
-def test_file_with_more_than_a_state_dict_is_refused(user_folder, refused):
-    torch.save({"model": plain()[0], "step": 3}, "weights.pt")
+def test_file_without_weights_is_refused(user_folder, refused):
+    torch.save({"args": {"width": 8}, "step": 3}, "weights.pt")
     Path("config.json").write_text('{"width": 8}')
     message = refused("weights.pt", "--factory", "mine:Plain", "--config", "config.json", "-o", "out.onnx")
-    reason = "model, step in it are no tensors"
-    assert (
-        message == f"weights.pt does not hold a state dict: {reason}; save model.state_dict(), or use save_checkpoint"
-    )
+    assert message == "weights.pt does not hold a state dict: it is a dict of args, step; save model.state_dict()"
 
 
 def test_all_misfitting_weights_are_listed(user_module):

@@ -25,6 +25,7 @@ from tformer_export.common.checkpoint import import_callable, load_weights
 from tformer_export.sources.base import Source
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
+from tformer_export.sources.state_dict import read_weights
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
 
@@ -45,21 +46,11 @@ def from_factory(spec: str, config: Path | None = None, step_input: str | None =
 def from_state(
     path: Path, factory: str, config: Path | None = None, step_input: str | None = None, head: Head = None
 ) -> Source:
-    """Load a plain state dict into the module that a factory makes."""
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch.load raises many types, with no common base
-        raise SourceError(f"{path} is not a state dict that can be read without running code") from error
+    """Load the weights of a file into the module that a factory makes (see `state_dict.read_weights`)."""
     result = _call(factory, _arguments(config))
     module = result[0] if isinstance(result, tuple) and result else result
-    others = [str(n) for n, v in state.items() if not isinstance(v, torch.Tensor)] if isinstance(state, dict) else []
-    if not isinstance(state, dict) or others:
-        reason = f"{', '.join(others)} in it are no tensors" if others else f"it is a {type(state).__name__}"
-        raise SourceError(
-            f"{path} does not hold a state dict: {reason}; save model.state_dict(), or use save_checkpoint"
-        )
     if isinstance(module, nn.Module):
-        load_weights(module, state, path.name, factory)
+        load_weights(module, read_weights(path, module.state_dict().keys()), path.name, factory)
     return replace(_source(result, factory, step_input, head), name=path.name)
 
 
