@@ -47,6 +47,7 @@ from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.size_branches import (
     limit_by_branches,
+    limit_lengths,
     refuse_other_courses,
     refuse_short_limits,
     runs_beyond,
@@ -241,7 +242,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
             warm_up(source, source.example)
             graph = trace_source(source, hidden_states, max_length)
         if passed := runs_beyond(graph, source):
-            graph = _trace_without_tables(source, graph, passed, hidden_states, max_length)
+            graph = _trace_in_other_ways(source, graph, passed, hidden_states, max_length)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
@@ -252,32 +253,36 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 
-def _trace_without_tables(
+def _trace_in_other_ways(
     source: Source,
     traced: CapturedGraph,
     passed: Mapping[str, torch.Tensor],
     hidden_states: Sequence[str],
     max_length: int | None,
 ) -> CapturedGraph:
-    """Trace again where the limits of a trace are those of a table that forward makes anew when it needs a longer one.
+    """Trace again where forward runs beyond the limits of a trace; return the first trace if no other has fewer limits.
 
-    The table is that of an earlier run. So the model is traced without one, or else with one of the greatest length.
+    A limit may be that of a table that forward makes anew when it needs a longer one. The table is that of an earlier
+    run. So the model is traced without one, or else with one of the greatest length. A number that Python made of a
+    size, such as `int(np.ceil(size / 4))`, is the example's. So the model is traced by example.
 
     passed: inputs on which forward runs, and which exceed a limit.
     """
     longest = max_length or source.max_length or DEFAULT_LENGTH
-    for inputs in (None, stretch(passed, source, longest)):
+    for inputs, by_example in ((None, False), (stretch(passed, source, longest), False), (None, True)):
         with unchanged(source.module), suppress(UnsupportedModelError):
             if inputs is not None:
                 warm_up(source, inputs)
-            graph = trace_source(source, hidden_states, max_length)
+            graph = trace_source(source, hidden_states, max_length, by_example)
             if not runs_beyond(graph, source, longest):
                 return graph
     return traced
 
 
-def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:
-    """Trace a source by torch.export or, if that fails, by example."""
+def trace_source(
+    source: Source, hidden_states: Sequence[str], max_length: int | None = None, by_example: bool = False
+) -> CapturedGraph:
+    """Trace a source by torch.export or, if that fails or is not wanted, by example."""
     module, names = source.module, source.outputs[1:]
     if hidden_states:
         watched = find_modules(source.users_module, hidden_states)
@@ -294,27 +299,30 @@ def trace_source(source: Source, hidden_states: Sequence[str], max_length: int |
         refuse_other_courses(graph, source)
         return graph
 
-    try:
-        return trace(module)
-    except (TraceFailedError, UnsupportedModelError) as failure:
-        repeats = rehearse(source).repeats
-        if not repeats:
-            refuse_random_module(source)
-        for candidate in (module, RowByRow(module)) if repeats else ():  # the code may loop over the rows
-            try:
-                rebuilt = _rebuild(candidate, source, longest)
-            except LoopError as error:
-                raise UnsupportedModelError(explain_loop(error)) from error
-            if rebuilt is None:
-                continue
-            with suppress(TraceFailedError, UnsupportedModelError):
-                graph = trace(rebuilt)
-                if rebuilt.max_length is not None and graph.time is not None:
-                    graph.limits[graph.time] = min(rebuilt.max_length, graph.limits.get(graph.time, rebuilt.max_length))
-                return graph
-        if isinstance(failure, TraceFailedError):
-            raise UnsupportedModelError(failure.explain()) from failure.__cause__
-        raise
+    failure: TraceFailedError | UnsupportedModelError = UnsupportedModelError("tracing by example fails")
+    if not by_example:
+        try:
+            return trace(module)
+        except (TraceFailedError, UnsupportedModelError) as error:
+            failure = error
+    repeats = rehearse(source).repeats
+    if not repeats:
+        refuse_random_module(source)
+    for candidate in (module, RowByRow(module)) if repeats else ():  # the code may loop over the rows
+        try:
+            rebuilt = _rebuild(candidate, source, longest)
+        except LoopError as error:
+            raise UnsupportedModelError(explain_loop(error)) from error
+        if rebuilt is None:
+            continue
+        with suppress(TraceFailedError, UnsupportedModelError):
+            graph = trace(rebuilt)
+            if rebuilt.max_length is not None:
+                limit_lengths(graph, rebuilt.max_length)
+            return graph
+    if isinstance(failure, TraceFailedError):
+        raise UnsupportedModelError(failure.explain()) from failure.__cause__
+    raise failure
 
 
 def _without_padding(source: Source, graph: CapturedGraph) -> Source:

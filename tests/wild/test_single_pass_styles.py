@@ -150,6 +150,40 @@ class RelativeTable(Encoder):
         return x + table.sum(0)
 
 
+class WholeWindows(Encoder):
+    """Windows of four positions, whose number is rounded up, less their mean."""
+
+    def windows(self, time):
+        return math.ceil(time / 4)
+
+    def change(self, x):
+        missing = self.windows(x.shape[1]) * 4 - x.shape[1]
+        windows = F.pad(x, (0, 0, 0, missing)).unflatten(1, (-1, 4))
+        return (windows - windows.mean(2, keepdim=True)).flatten(1, 2)[:, : x.shape[1]]
+
+
+class WindowsByFloat(WholeWindows):
+    def windows(self, time):
+        return math.ceil(float(time) / 4.0)
+
+
+class WindowsOfNumpy(WholeWindows):
+    def windows(self, time):
+        return int(np.ceil(time / 4))
+
+
+class WindowsByNegative(WholeWindows):
+    """-(-n // 4), which ONNX's division would round the other way."""
+
+    def windows(self, time):
+        return -(-time // 4)
+
+
+class WindowsByRemainder(WholeWindows):
+    def windows(self, time):
+        return (time + (-time) % 4) // 4
+
+
 class LargestOfAll(Encoder):
     def change(self, x):
         return x / x.abs().amax()
@@ -166,7 +200,8 @@ def draw(rows: int, time: int, seed: int) -> dict[str, torch.Tensor]:
 MODELS: Mapping[type[Encoder], tuple[str, ...]] = {
     DistanceGrid: ("x",), MaskOfNumpy: ("x",), RootOfLength: ("x",), Dates: ("x", "dates"), ChosenFrequencies: ("x",),
     StrongestFrequencies: ("x",), HyperbolicTangent: ("x",), Pooled: ("x",), UnnamedArguments: ("x", "dates"),
-    OneIdInAnAxis: ("ids",), RelativeTable: ("x",),
+    OneIdInAnAxis: ("ids",), RelativeTable: ("x",), WholeWindows: ("x",), WindowsByFloat: ("x",),
+    WindowsOfNumpy: ("x",), WindowsByNegative: ("x",), WindowsByRemainder: ("x",),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
-from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.common.module_state import WriteUndo, is_same, unchanged
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -66,18 +66,24 @@ def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
     drop_assertions(captured.graph)
 
 
+def limit_lengths(captured: CapturedGraph, max_length: int) -> None:
+    """Set the greatest length of all inputs, or a lesser one that is set, in place."""
+    for node in captured.inputs.values():
+        for axis, symbol in _axes(node):
+            if axis > 0 and symbol.is_Symbol:
+                captured.limits[symbol] = min(max_length, captured.limits.get(symbol, max_length))
+
+
 def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) -> dict[str, torch.Tensor]:
     """Return inputs on which forward runs, and of which one is longer than a limit of the graph; {} if there are none.
 
     enough: a limit that is not exceeded. Cost: a run of forward for each limit, with one row.
     """
     for symbol, limit in captured.limits.items():
-        axes = [(n, a) for n, node in captured.inputs.items() for a, s in _axes(node) if s == symbol and a > 0]
+        axes = _length_axes(captured, symbol)
         if not axes or limit >= enough:
             continue
-        inputs = {name: value[:1] for name, value in source.example.items()}
-        for name, axis in axes:
-            inputs[name] = _resize(inputs[name], axis, limit + 1)
+        inputs = _one_row(source.example, axes, limit + 1)
         undo = WriteUndo(source.module, [])
         with torch.no_grad(), unchanged(source.module), undo, torch.random.fork_rng(devices=[]), suppress(Exception):
             source.module(*(value.clone() for value in inputs.values()))
@@ -93,16 +99,16 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
 
     Cost: a run of forward and one of the graph, with one row, for each size below the least, at most `DENSE_SIZES`.
     """
-    symbols = {s for node in captured.inputs.values() for axis, s in _axes(node) if axis > 0 and s.is_Symbol}
-    for symbol in symbols:
-        axes = [(n, a) for n, node in captured.inputs.items() for a, s in _axes(node) if s == symbol and a > 0]
+    for symbol in {s for node in captured.inputs.values() for axis, s in _axes(node) if axis > 0 and s.is_Symbol}:
+        axes = _length_axes(captured, symbol)
         least = captured.least.get(symbol, 2)
         for size in range(least - 1, max(0, least - DENSE_SIZES), -1):
-            inputs = {name: value[:1] for name, value in captured.example.items()}
-            for name, axis in axes:
-                inputs[name] = _resize(inputs[name], axis, size)
+            inputs = _one_row(captured.example, axes, size)
             expected = _run(source, inputs)
             if expected is not None and not _gives(captured, inputs, expected, may_fail=least == 2):
+                again = _run(source, inputs)
+                if again is None or not is_same(again, expected):
+                    return  # forward is random, which a later check refuses for its reason
                 name, line = axes[0][0], captured.least_lines.get(symbol)
                 raise UnsupportedModelError(
                     f"forward takes another course if {name!r} has fewer than {size + 1} positions"
@@ -141,6 +147,25 @@ def stretch(inputs: Mapping[str, torch.Tensor], source: Source, length: int) -> 
                 value = _resize(value, axis, length)
         stretched[name] = value
     return stretched
+
+
+def _one_row(inputs: Mapping[str, torch.Tensor], axes: list[tuple[str, int]], size: int) -> dict[str, torch.Tensor]:
+    """Return the first row of inputs, of which axes of one length have another size."""
+    row = {name: value[:1] for name, value in inputs.items()}
+    for name, axis in axes:
+        row[name] = _resize(row[name], axis, size)
+    return row
+
+
+def _length_axes(captured: CapturedGraph, symbol: Any) -> list[tuple[str, int]]:
+    """Return the inputs and their axes of the length that a symbol stands for, those of the symbol first.
+
+    An input and its padding mask may have two symbols. They have one size in the trace, and no other length has it.
+    """
+    places = [(n, a, s) for n, node in captured.inputs.items() for a, s in _axes(node) if a > 0 and s.is_Symbol]
+    sizes = {captured.example[name].shape[axis] for name, axis, s in places if s == symbol}
+    places.sort(key=lambda place: place[2] != symbol)
+    return [(name, axis) for name, axis, _ in places if captured.example[name].shape[axis] in sizes]
 
 
 def _axes(node: Node) -> list[tuple[int, Any]]:

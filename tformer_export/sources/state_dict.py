@@ -47,7 +47,7 @@ def read_weights(path: Path, names: Collection[str]) -> dict[str, Tensor]:
             f"{path} holds several state dicts that fit the module, {several}: save the one to export by itself"
         )
     if not found:
-        return dict(max(states.values(), key=lambda state: len(state)))
+        return dict(states[max(states, key=lambda place: len(states[place]))])
     place, prefix = fitting[0] if fitting else max(found, key=lambda one: _count(states[one[0]], one[1], names))
     weights = {name.removeprefix(prefix): w for name, w in states[place].items() if name.startswith(prefix)}
     if place or prefix:

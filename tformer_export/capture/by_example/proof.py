@@ -22,6 +22,14 @@ FORWARD_FAILURES = (RuntimeError, IndexError, ValueError, TypeError, AssertionEr
 HONEST_RUNS = 6  # of each kind of data
 
 
+class WrongAtSizesError(DisagreementError):
+    """A rebuilt module gives other results at these sizes."""
+
+    def __init__(self, reason: str, sizes: Sizes) -> None:
+        super().__init__(reason, None)
+        self.sizes = sizes
+
+
 def run(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Return the tensors of the result of forward; None if it fails. The state of the module is restored."""
     try:
@@ -46,7 +54,7 @@ def check_agreement(
         for kind in draws.kinds:
             for seed in seeds:
                 if not agree(module, rebuilt, [*draws.draw(case, kind, seed).values()]):
-                    raise DisagreementError("the recorded operations give other results for other data", None)
+                    raise WrongAtSizesError("the recorded operations give other results for other data", case)
 
 
 def check_reads(

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx import traceback as fx_traceback
 
 from tformer_export.capture.by_example.recording import InputRef, Slot, StepResult
-from tformer_export.capture.by_example.size_fit import SizeExpression, SizePower
+from tformer_export.capture.by_example.size_fit import SizeExpression, SizePower, WholeParts
 from tformer_export.capture.by_example.unify import (
     Call,
     DisagreementError,
@@ -116,12 +116,20 @@ class _Builder:
     def _size(self, value: SizeExpression) -> Any:
         total: Any = value.offset
         for factor, monomial in value.terms:
-            term: Any = self._free_size(monomial[0])
-            for number in monomial[1:]:
-                term = self.graph.call_function(operator.mul, (term, self._free_size(number)))
+            term: Any = self._factor(monomial[0])
+            for part in monomial[1:]:
+                term = self.graph.call_function(operator.mul, (term, self._factor(part)))
             term = term if factor == 1 else self.graph.call_function(operator.mul, (term, factor))
             total = term if total == 0 else self.graph.call_function(operator.add, (term, total))
         return total if value.divisor == 1 else self.graph.call_function(operator.floordiv, (total, value.divisor))
+
+    def _factor(self, part: int | WholeParts) -> Any:
+        if not isinstance(part, WholeParts):
+            return self._free_size(part)
+        size = self._free_size(part.number)
+        if part.offset:
+            size = self.graph.call_function(operator.add, (size, part.offset))
+        return self.graph.call_function(operator.floordiv, (size, part.divisor))
 
     def _free_size(self, number: int) -> Any:
         return self.sizes[number]

@@ -15,6 +15,7 @@ from tformer_export.capture.by_example.input_facts import with_facts
 from tformer_export.capture.by_example.proof import (
     FORWARD_FAILURES,
     HONEST_RUNS,
+    WrongAtSizesError,
     agree,
     check_agreement,
     check_reads,
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other recordings 2 more
 BY_CHANCE = 2  # times the lengths of the recordings: a program that holds no further has their numbers
+MAX_SAMPLES = 9  # with the sizes that are recorded because a program is wrong there
 FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
@@ -79,8 +81,46 @@ class _Tracer:
         return None
 
     def _course(self, kind: DataKind, rows: int) -> RebuiltModule:
-        """Return the module of the course that data of one kind take, if it is right for all kinds of data."""
+        """Return the module of the course that data of one kind take, if it is right for all kinds of data.
+
+        Short recordings may agree by chance: for windows of 32 positions, they all have one window. So a size at which
+        the program is wrong is recorded too, and the recordings are unified again.
+        """
         samples = self._samples(rows)
+        limited: RebuiltModule | None = None  # a program that is right up to a length
+        failure: Exception | None = None
+        while len(samples) < MAX_SAMPLES:
+            try:
+                rebuilt = self._proven(samples, kind)
+                if rebuilt.max_length is None:
+                    return rebuilt
+                limited, wrong = rebuilt, _longer((1, *[rebuilt.max_length] * (len(samples[0]) - 1)))
+            except WrongAtSizesError as error:
+                failure, wrong = error, error.sizes
+            except (DisagreementError, *FORWARD_FAILURES) as error:
+                failure = error
+                break
+            self._add_sample(samples, wrong, rows)
+        if limited is None and failure is not None:
+            raise failure
+        assert limited is not None
+        return limited
+
+    def _add_sample(self, samples: list[Sizes], sizes: Sizes, rows: int) -> None:
+        """Add the sizes at which a program is wrong. Tables are those of the last sample, so its lengths are greatest.
+
+        A batch of one row may run other operations, so its length is recorded with more rows.
+        """
+        sample = rows if sizes[0] == 1 else sizes[0], *sizes[1:]
+        is_longest = all(one >= other for one, other in zip(sample[1:], samples[-1][1:], strict=True))
+        samples.insert(len(samples) if is_longest else 0, sample)
+
+    def _proven(self, samples: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
+        """Return the module of the recordings at these sizes, if it is right elsewhere too, or up to a length.
+
+        Raises WrongAtSizesError with sizes at which it is wrong, and DisagreementError for another reason.
+        """
+        samples = list(samples)
         recordings, has_loops = self._recordings(samples, kind)
         program = self._program(recordings, samples, has_loops)
         longest = self._longest(self.max_length, lambda sizes: self._run(sizes, kind))
@@ -96,14 +136,15 @@ class _Tracer:
         for length in range(1, DENSE_SIZES):
             sizes = 1, *[length * self.unit] * (len(fewer) - 1)
             if self._run(sizes, kind) and not agree(self.module, rebuilt, self._draw(sizes, kind)):
-                raise DisagreementError(f"other operations run at a length of {length}", None)
+                raise WrongAtSizesError(f"other operations run at a length of {length}", sizes)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
             check_reads(self.module, self.draws, recordings, samples, fewer)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
         if proven != longest:
             if max(proven[1:]) < BY_CHANCE * max(size for sample in samples for size in sample[1:]):
-                raise DisagreementError(f"other operations run beyond a length of {max(proven[1:])}", None)
+                length = max(proven[1:])
+                raise WrongAtSizesError(f"other operations run beyond a length of {length}", _longer(proven))
             rebuilt.max_length = proven[-1]
         return rebuilt
 
@@ -165,3 +206,7 @@ class _Tracer:
             middle = (low + high) // 2
             low, high = (middle, high) if holds((1, *[middle] * num_lengths)) else (low, middle)
         return 1, *[low] * num_lengths
+
+
+def _longer(sizes: Sizes) -> Sizes:
+    return sizes[0], *(size + 1 for size in sizes[1:])
