@@ -3,7 +3,7 @@
 recording  one run of forward as a list of operations on data
 size_fit   numbers as expressions of the sizes
 simplify   forward writes to their readers, drop dead operations
-find_loops, rows_of_loops, roll  loops over positions as one operation
+find_loops, rows_of_loops, rolled_loops, loop_results, roll  loops over positions as one operation
 recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
