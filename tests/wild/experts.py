@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from support.handwritten_case import Case
 from tiny import WIDTH, TinyDecoder
 
@@ -36,7 +37,55 @@ class CountedExperts(UniqueExperts):
         return [number for number in range(EXPERTS) if counts[number] != 0]
 
 
+class SkippedExperts(UniqueExperts):
+    """The mixture of Mixtral: an expert without positions is skipped, by a size that follows from data."""
+
+    def is_without_rows(self, rows):
+        return rows.shape[0] == 0
+
+    def feed_forward(self, x):
+        flat = x.view(-1, WIDTH)
+        weights, chosen = self.gate(flat).softmax(-1).topk(TAKEN)
+        total = torch.zeros_like(flat)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        for number in range(EXPERTS):
+            places, rows = torch.where(mask[number])
+            if self.is_without_rows(rows):
+                continue
+            taken, of_rows = self.lists(rows), self.lists(places)
+            states = flat[None, taken].reshape(-1, WIDTH)
+            states = self.experts[number](states) * weights[taken, of_rows, None]
+            total.index_add_(0, rows, states)
+        return total.view_as(x)
+
+    def lists(self, indices):
+        return indices
+
+
+class SkippedByCount(SkippedExperts):
+    def is_without_rows(self, rows):
+        return rows.numel() == 0
+
+
+class IndexLists(SkippedExperts):
+    """Its first edition, which indexes by lists."""
+
+    def lists(self, indices):
+        return indices.tolist()
+
+
+class OtherCourseOfFewRows(SkippedExperts):
+    """An expert with one row is skipped too, as no expert of many rows would show."""
+
+    def is_without_rows(self, rows):
+        return rows.shape[0] < 2
+
+
 CASES = [
     Case("experts-unique", UniqueExperts, exports_file=True),
     Case("experts-counted", CountedExperts),
+    Case("experts-skipped", SkippedExperts, exports_file=True),
+    Case("experts-skipped-by-count", SkippedByCount),
+    Case("experts-index-lists", IndexLists),
+    Case("experts-other-course", OtherCourseOfFewRows, refusal="lets the values of its data decide"),
 ]

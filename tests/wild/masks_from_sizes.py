@@ -92,6 +92,24 @@ class SameSizeAsBefore(TinyDecoder):
         return self.src_mask < 0
 
 
+class BlockByBlock(TinyDecoder):
+    """Each block of four positions sees itself and the block before. Its rows of the mask are joined from pieces."""
+
+    def mask(self, idx):
+        time, rows = idx.shape[1], []
+        for block in range(math.ceil(time / 4)):
+            begin, end = max(0, 4 * block - 4), min(4 * block + 4, time)
+            height = end - 4 * block
+            pieces = torch.zeros(height, begin), torch.ones(height, end - begin), torch.zeros(height, time - end)
+            rows.append(torch.cat(pieces, 1))
+        return torch.cat(rows).tril() == 0
+
+    def feed_forward(self, x):
+        """No rows of the later blocks are in front."""
+        blocks = range(1, math.ceil(x.shape[1] / 4))
+        return super().feed_forward(torch.cat([*(x[:, 4 * block : 4 * block] for block in blocks), x], 1))
+
+
 class ConditionOnMask(TinyDecoder):
     def mask(self, idx):
         mask = torch.ones(idx.shape[1], idx.shape[1]).triu(1).bool()
@@ -147,6 +165,7 @@ CASES = [
     Case("mask-grown", GrownTable, exports_file=True),
     Case("mask-buffer-of-forward", BufferOfForward, exports_file=True),
     Case("mask-same-size", SameSizeAsBefore, exports_file=True),
+    Case("mask-blocks", BlockByBlock, exports_file=True),
     Case("mask-condition", ConditionOnMask),
     Case("causal-by-size", CausalBySize),
     Case("positions-list", PositionsAsList),

@@ -146,14 +146,7 @@ ENTRIES = [
         why="a scan by doubling",
     ),
     one("mambapy", "JambaLM", lambda: jamba(1), "tokens", seed=1),
-    one(
-        "mambapy",
-        "JambaLM, experts",
-        lambda: jamba(4),
-        "tokens",
-        refusal="lets the values of its data decide",
-        why="skips experts without tokens with `if`",
-    ),
+    one("mambapy", "JambaLM, experts", lambda: jamba(4), "tokens", seed=2),
     one(
         "performer-pytorch",
         "PerformerLM",

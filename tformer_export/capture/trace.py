@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.capture.by_example.recording import record
@@ -246,7 +246,8 @@ def _trace_or_refuse(
         except TformerError:
             raise
         except Exception as later:  # the cause, if the first branch depends on weights or sizes alone
-            if isinstance(later, GuardOnDataDependentSymNode) or not _reads_numbers(module, example):
+            hides_branch = isinstance(later, PendingUnbackedSymbolNotFound)  # of a size that the branch fixed
+            if isinstance(later, GuardOnDataDependentSymNode) or not (hides_branch or _reads_numbers(module, example)):
                 refusal = explain_trace(later, module, example, step_input, watch)
             raise UnsupportedModelError(refusal) from error
     except TformerError:

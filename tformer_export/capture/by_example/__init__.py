@@ -3,11 +3,13 @@
 recording  one run of forward as a list of operations on data
 size_fit   numbers as expressions of the sizes
 simplify   forward writes to their readers, drop dead operations
-find_loops, rows_of_loops, roll  loops over positions as one operation
+find_loops, rows_of_loops, rolled_loops, loop_results, roll  loops over positions as one operation
 recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
+index_lists  lists of indices that Python does not read
 reads      numbers that Python reads out of tensors
+slices     slices that take everything
 draws      inputs of any sizes, with padding or without
 input_facts  the number of ids of an input, and the ids that may be padding
 proof      compare the program with the module for other sizes and data

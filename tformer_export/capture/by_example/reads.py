@@ -1,16 +1,19 @@
-"""Numbers that Python reads out of tensors while forward runs: `if pad.any()`, `int(counts[e])`, `ids.tolist()`."""
+"""Numbers that Python reads out of tensors while forward runs: `if pad.any()`, `int(counts[e])`, `ids.tolist()`.
+
+A list that only indexes tensors is no read (`index_lists.py`).
+"""
 
 from __future__ import annotations
 
-import operator
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
+
+from tformer_export.capture.by_example.index_lists import IndexList
+from tformer_export.capture.by_example.slices import take_slices
 
 _SCALARS: dict[Any, type | None] = {
     torch.Tensor.item: None,
@@ -20,7 +23,7 @@ _SCALARS: dict[Any, type | None] = {
     torch.Tensor.__index__: int,
 }
 _COMPARISONS = {torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
-_MASKS = torch.bool, torch.uint8
+_MAKERS: set[Any] = {torch.tensor, torch.as_tensor}
 _ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -43,11 +46,17 @@ class ReadMode(TorchFunctionMode):
         if func in _SCALARS:
             return self._read(func(*args), _SCALARS[func])
         if func is torch.Tensor.tolist:
-            return self._list(args[0])
+            indexes = args[0].dim() == 1 and args[0].dtype in (torch.int64, torch.int32)
+            return IndexList(args[0].clone(), self._list) if indexes else self._list(args[0])
+        if func in _MAKERS and args and type(args[0]) is IndexList:
+            numbers = args[0].as_tensor()
+            if isinstance(numbers, torch.Tensor):
+                return numbers.to(kwargs.get("dtype") or torch.int64, copy=True)
+            args = (numbers, *args[1:])
         if func in _COMPARISONS:
             return self._read(func(*args, **kwargs), bool)
         if func is torch.Tensor.__getitem__:
-            return func(*_cut(*args))
+            return func(*take_slices(*args))
         if func in _ARRAYS and args[0].numel():
             args[0].detach().flatten()[0].item()
             self.arrays.append(_latest_name())
@@ -62,36 +71,6 @@ class ReadMode(TorchFunctionMode):
         if tensor.dim() == 0:
             return self._read(tensor.item(), None)
         return [self._list(part) for part in tensor.unbind(0)]
-
-
-def _cut(tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Any]:
-    """Return a tensor of which the slices of a key are taken, and the rest of the key.
-
-    torch leaves out a slice that takes everything. So `x[:, :n]` of n positions would have no operation, and that of
-    another length would have one.
-    """
-    parts = list(key) if isinstance(key, tuple) else [key]
-    consumed = [part is not None and part is not Ellipsis for part in parts]
-    if any(map(_takes_several_axes, parts)):
-        return tensor, key
-    axis = 0
-    for i, part in enumerate(parts):
-        if isinstance(part, slice) and part != slice(None):
-            bounds = part.start, part.stop, part.step
-            if any(isinstance(bound, torch.Tensor) for bound in bounds):
-                return tensor, tuple(parts)
-            start, stop, step = (None if bound is None else operator.index(bound) for bound in bounds)
-            tensor = torch.ops.aten.slice.Tensor(
-                tensor, axis, 0 if start is None else start, sys.maxsize if stop is None else stop, step or 1
-            )
-            parts[i] = slice(None)
-        axis = axis + consumed[i] if part is not Ellipsis else tensor.dim() - sum(consumed[i:])
-    return tensor, tuple(parts)
-
-
-def _takes_several_axes(part: Any) -> bool:
-    """Return whether a part of a key may be a mask, which takes as many axes as it has."""
-    return isinstance(part, (bool, list, np.ndarray)) or (isinstance(part, torch.Tensor) and part.dtype in _MASKS)
 
 
 def _latest_name() -> str:

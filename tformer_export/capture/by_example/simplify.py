@@ -72,6 +72,27 @@ def numbers_of_the_course(recordings: Sequence[Recording]) -> dict[StepResult, A
     }
 
 
+def without_empty_pieces(recording: Recording) -> Recording:
+    """Let `cat` join no pieces without elements, of which code that joins blocks has one more for each block."""
+    forms = recording.input_forms
+
+    def is_empty(piece: Any) -> bool:
+        if isinstance(piece, InputRef):
+            return 0 in forms[piece.number][0]
+        if isinstance(piece, Constant):
+            return not piece.value.numel()
+        place = recording.steps[piece.number].place
+        return place is not None and 0 in place.shape
+
+    steps = []
+    for step in recording.steps:
+        if step.target is aten.cat.default:
+            pieces = [piece for piece in step.args[0] if not is_empty(piece)] or [*step.args[0][:1]]
+            step = replace(step, args=(pieces, *step.args[1:]))
+        steps.append(step)
+    return remove_dead_steps(replace(recording, steps=steps))
+
+
 def _replace_operands(recording: Recording, values: Mapping[StepResult, Any]) -> Recording:
     if not values:
         return recording

@@ -24,7 +24,7 @@ from tformer_export.capture.by_example.proof import (
 from tformer_export.capture.by_example.rebuild import RebuiltModule, rebuild
 from tformer_export.capture.by_example.recording import Recording, record
 from tformer_export.capture.by_example.roll import roll_loops
-from tformer_export.capture.by_example.simplify import forward_values, simplify
+from tformer_export.capture.by_example.simplify import forward_values, simplify, without_empty_pieces
 from tformer_export.capture.by_example.size_fit import Sizes
 from tformer_export.capture.by_example.unify import DisagreementError, GeneralProgram, LoopError, unify
 from tformer_export.common.fx_nodes import DENSE_SIZES
@@ -91,7 +91,7 @@ class _Tracer:
         failure: Exception | None = None
         while len(samples) < MAX_SAMPLES:
             try:
-                rebuilt = self._proven(samples, kind)
+                rebuilt = self._course_at(samples, kind)
                 if rebuilt.max_length is None:
                     return rebuilt
                 limited, wrong = rebuilt, _longer((1, *[rebuilt.max_length] * (len(samples[0]) - 1)))
@@ -115,19 +115,45 @@ class _Tracer:
         is_longest = all(one >= other for one, other in zip(sample[1:], samples[-1][1:], strict=True))
         samples.insert(len(samples) if is_longest else 0, sample)
 
-    def _proven(self, samples: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
+    def _course_at(self, sizes: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
         """Return the module of the recordings at these sizes, if it is right elsewhere too, or up to a length.
 
         Raises WrongAtSizesError with sizes at which it is wrong, and DisagreementError for another reason.
         """
-        samples = list(samples)
+        samples = list(sizes)
         recordings, has_loops = self._recordings(samples, kind)
-        program = self._program(recordings, samples, has_loops)
+        program, num_samples = self._program(recordings, samples, has_loops), len(samples)
         longest = self._longest(self.max_length, lambda sizes: self._run(sizes, kind))
+
+        def with_the_longest(prefer_tables: bool) -> GeneralProgram:
+            if len(samples) == num_samples:
+                samples.append((FEW_ROWS, *longest[1:]))  # one row alone may run other operations
+                recordings.append(self._record(samples[-1], kind, 0, has_loops))
+            return self._program(recordings, samples, has_loops, prefer_tables)
+
         if program.has_tables:
-            samples.append((FEW_ROWS, *longest[1:]))  # one row alone may run other operations
-            recordings.append(self._record(samples[-1], kind, 0, has_loops))
-            program = self._program(recordings, samples, has_loops)
+            program = with_the_longest(prefer_tables=False)
+        try:
+            return self._proven(program, recordings, samples, longest, kind)
+        except DisagreementError as error:
+            if has_loops or not program.has_calls:
+                raise
+            logger.debug("constants are tables where possible, because %s", error)
+            program = with_the_longest(prefer_tables=True)
+            return self._proven(program, recordings, samples, longest, kind)
+
+    def _proven(
+        self,
+        program: GeneralProgram,
+        recordings: Sequence[Recording],
+        samples: Sequence[Sizes],
+        longest: Sizes,
+        kind: DataKind,
+    ) -> RebuiltModule:
+        """Return the module of a program, if it computes as forward does.
+
+        longest: the sizes of the greatest length at which forward runs.
+        """
         names = list(self.draws.example)
         places = [(names.index(name), axis) for (name, axis), *_ in self.draws.groups]
         rebuilt = rebuild(program, places, len(names))
@@ -164,9 +190,12 @@ class _Tracer:
                 roll_loops(forward_values(recordings), samples[: seed + 1])
         return recordings, has_loops
 
-    def _program(self, recordings: Sequence[Recording], samples: Sequence[Sizes], has_loops: bool) -> GeneralProgram:
+    def _program(
+        self, recordings: Sequence[Recording], samples: Sequence[Sizes], has_loops: bool, prefer_tables: bool = False
+    ) -> GeneralProgram:
         if not has_loops:
-            return unify(simplify(recordings), samples)
+            simple = simplify(recordings)
+            return unify([*map(without_empty_pieces, simple)] if prefer_tables else simple, samples, prefer_tables)
         program = unify(roll_loops(forward_values(recordings), samples), samples)
         shortest = 1, *[self.unit] * (len(self.draws.groups) - 1)
         for step in program.steps:

@@ -4,6 +4,9 @@ The operations on data agree one by one (anti-unification: Plotkin 1970, "A Note
 whole numbers become expressions of the sizes. Their constants become, in this order: the same tensor for all sizes; the
 operations that made it, at any size; one value in any shape; the first entries of a table, which is the constant of a
 recording at the greatest length.
+
+Operations that agree at the recorded sizes may differ at others, such as those of a mask that Python makes block by
+block. `prefer_tables` asks for tables first.
 """
 
 from __future__ import annotations
@@ -85,28 +88,33 @@ class GeneralBody:
 
 @dataclass(frozen=True)
 class GeneralProgram:
-    """The operations on data of forward at any size, and its outputs."""
+    """The operations on data of forward at any size, and its outputs.
+
+    has_tables, has_calls: whether constants are the first entries of a table, or are computed from sizes.
+    """
 
     steps: Sequence[GeneralStep]
     outputs: Sequence[Any]
     has_tables: bool
+    has_calls: bool
 
 
-def unify(recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> GeneralProgram:
+def unify(recordings: Sequence[Recording], sizes: Sequence[Sizes], prefer_tables: bool = False) -> GeneralProgram:
     """Return the program of which the recordings are cases. The last recording is the longest.
 
     sizes: the free sizes of each recording.
+    prefer_tables: whether a constant that can be a table is not computed from sizes.
 
     Raises DisagreementError. Cost: grows with the operations and the constants.
     """
-    return _Unifier(recordings, sizes).run()
+    return _Unifier(recordings, sizes, prefer_tables).run()
 
 
 class _Unifier:
-    def __init__(self, recordings: Sequence[Recording], sizes: Sequence[Sizes]) -> None:
-        self.recordings, self.sizes = recordings, sizes
+    def __init__(self, recordings: Sequence[Recording], sizes: Sequence[Sizes], prefer_tables: bool) -> None:
+        self.recordings, self.sizes, self.prefer_tables = recordings, sizes, prefer_tables
         self.line: str | None = None
-        self.has_tables = False
+        self.has_tables = self.has_calls = False
         self._constants: dict[tuple[int, ...], Any] = {}
 
     def run(self) -> GeneralProgram:
@@ -121,7 +129,7 @@ class _Unifier:
         steps = [self._step([r.steps[i] for r in self.recordings]) for i in range(len(first.steps))]
         self.line = None
         outputs = self._general([list(r.outputs) for r in self.recordings])
-        return GeneralProgram(steps, outputs, self.has_tables)
+        return GeneralProgram(steps, outputs, self.has_tables, self.has_calls)
 
     def _step(self, cases: Sequence[Step]) -> GeneralStep:
         self.line = cases[0].stack_trace
@@ -189,15 +197,18 @@ class _Unifier:
             torch.equal(old, new) for old, new in zip(self._constants[key][0], values, strict=True)
         ):
             return self._constants[key][1]
+        nodes = [case.node for case in cases if case.node is not None]
         found = self._same(values)
-        if found is None:
-            found = self._computed([case.node for case in cases if case.node is not None])
+        if found is None and not self.prefer_tables:
+            found = self._computed(nodes)
         if found is None:
             found = self._scalar(values)
         if found is None:
             found = self._filled(values)
         if found is None:
             found = self._table(values)
+        if found is None and self.prefer_tables:
+            found = self._computed(nodes)
         if found is None:
             raise self._disagreement("a tensor that is made from sizes alone is not part of the one at a greater size")
         self._constants[key] = values, found
@@ -212,9 +223,11 @@ class _Unifier:
         if len(nodes) < len(self.recordings):
             return None
         try:
-            return self._call(nodes)
+            found = self._call(nodes)
         except DisagreementError:
             return None
+        self.has_calls = True
+        return found
 
     def _call(self, cases: Sequence[Any]) -> Any:
         first = cases[0]
