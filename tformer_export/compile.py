@@ -14,6 +14,7 @@ last one hold `TORCH_PATCH_LOCK`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -66,8 +67,8 @@ from tformer_export.capture.trace import (
     capture,
     merge_equal_nodes,
 )
-from tformer_export.capture.trace_patches import lines_of_helpers_recorded
-from tformer_export.common.example_sizes import size_groups
+from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
+from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
 from tformer_export.common.fx_nodes import line_of_trace, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.module_state import unchanged
@@ -242,7 +243,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
             warm_up(source, source.example)
             graph = trace_source(source, hidden_states, max_length)
         if passed := runs_beyond(graph, source):
-            graph = _trace_in_other_ways(source, graph, passed, hidden_states, max_length)
+            graph = _trace_beyond(source, graph, passed, hidden_states, max_length)
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
@@ -253,36 +254,50 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 
-def _trace_in_other_ways(
+def _trace_beyond(
     source: Source,
     traced: CapturedGraph,
     passed: Mapping[str, torch.Tensor],
     hidden_states: Sequence[str],
     max_length: int | None,
 ) -> CapturedGraph:
-    """Trace again where forward runs beyond the limits of a trace; return the first trace if no other has fewer limits.
+    """Trace again where forward runs on longer inputs than the limits of a trace allow.
 
-    A limit may be that of a table that forward makes anew when it needs a longer one. The table is that of an earlier
-    run. So the model is traced without one, or else with one of the greatest length. A number that Python made of a
-    size, such as `int(np.ceil(size / 4))`, is the example's. So the model is traced by example.
+    - The limit may be that of a table of an earlier run, which forward makes anew when it needs a longer one. So the
+      model is traced without one, or else with one of the greatest length.
+    - It may be that of a branch, such as `if window >= time`. So the way of longer inputs is traced, and compared with
+      forward at shorter ones (`refuse_other_courses`).
+    - Python may have made a number of a size, such as `int(np.ceil(size / 4))`, and the trace has that of the example.
+      So the model is traced by example.
+
+    If each trace has limits, the first one is returned.
 
     passed: inputs on which forward runs, and which exceed a limit.
     """
     longest = max_length or source.max_length or DEFAULT_LENGTH
-    for inputs, by_example in ((None, False), (stretch(passed, source, longest), False), (None, True)):
+    limit = max((limit for limit in traced.limits.values() if limit < longest), default=0)
+    longer = stretch(passed, source, longest)
+    for inputs, above, by_example in ((None, 0, False), (longer, 0, False), (None, limit, False), (None, 0, True)):
         with unchanged(source.module), suppress(UnsupportedModelError):
             if inputs is not None:
                 warm_up(source, inputs)
-            graph = trace_source(source, hidden_states, max_length, by_example)
+            graph = trace_source(source, hidden_states, max_length, above, by_example)
             if not runs_beyond(graph, source, longest):
                 return graph
     return traced
 
 
 def trace_source(
-    source: Source, hidden_states: Sequence[str], max_length: int | None = None, by_example: bool = False
+    source: Source,
+    hidden_states: Sequence[str],
+    max_length: int | None = None,
+    above: int = 0,
+    by_example: bool = False,
 ) -> CapturedGraph:
-    """Trace a source by torch.export or, if that fails or is not wanted, by example."""
+    """Trace a source by torch.export or, if that fails or is not wanted, by example.
+
+    above: the lengths of the trace exceed this one.
+    """
     module, names = source.module, source.outputs[1:]
     if hidden_states:
         watched = find_modules(source.users_module, hidden_states)
@@ -292,7 +307,7 @@ def trace_source(
     longest = max_length or source.max_length or DEFAULT_LENGTH
 
     def trace(traced: torch.nn.Module) -> CapturedGraph:
-        rest = source.axes, names, source.min_drawn_length
+        rest = source.axes, names, max(source.min_drawn_length, math.ceil(above / DRAWN_LENGTH_FACTOR))
         with unchanged(source.module):  # a trace that fails may leave its tensors in buffers
             graph = capture(traced, source.example, source.step_input, *rest)
         limit_by_branches(graph, longest)
@@ -356,7 +371,7 @@ def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> Rebuil
         source.masks,
         frozenset() if padding is None else frozenset({padding}),
     )
-    with lines_of_helpers_recorded(), masked_writes():
+    with lines_of_helpers_recorded(), copies_of_functions_run(), masked_writes():
         return trace_by_example(module, draws, source.min_drawn_length, max_length)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import constant_keys
+import copied_functions
 import experts
 import looking_back
 import masks_from_sizes
@@ -12,6 +13,7 @@ import outputs_and_buffers
 import own_caches
 import pytest
 import recurrent_state
+import window_branch
 from support.handwritten_case import Case
 from support.handwritten_checks import check_exported_file
 
@@ -20,7 +22,7 @@ from tformer_runtime import UnsupportedModelError
 
 STYLES = (
     masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back,
-    merged_heads, recurrent_state,
+    merged_heads, recurrent_state, window_branch, copied_functions,
 )  # fmt: skip
 CASES = [case for style in STYLES for case in style.CASES]
 

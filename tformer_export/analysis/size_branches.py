@@ -24,6 +24,7 @@ from tformer_export.common.module_state import WriteUndo, is_same, unchanged
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
+BETWEEN = 8  # sizes between the dense ones
 TOLERANCE = 1e-3  # of the range of the outputs; another course differs by more
 
 
@@ -97,12 +98,12 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
     A trace holds from some size on: `if n < 5` and `max(n - 5, 0)` go the way of the example. Below it, and at size 1,
     the graph is compared with forward.
 
-    Cost: a run of forward and one of the graph, with one row, for each size below the least, at most `DENSE_SIZES`.
+    Cost: a run of forward and one of the graph, with one row, for each size of `sizes_below`.
     """
     for symbol in {s for node in captured.inputs.values() for axis, s in _axes(node) if axis > 0 and s.is_Symbol}:
         axes = _length_axes(captured, symbol)
         least = captured.least.get(symbol, 2)
-        for size in range(least - 1, max(0, least - DENSE_SIZES), -1):
+        for size in sizes_below(least):
             inputs = _one_row(captured.example, axes, size)
             expected = _run(source, inputs)
             if expected is not None and not _gives(captured, inputs, expected, may_fail=least == 2):
@@ -115,6 +116,12 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
                     + (f", by {line}" if line else "")
                     + ". A file takes one course: write it without the branch"
                 )
+
+
+def sizes_below(least: int) -> list[int]:
+    """Return sizes below this one, the greatest first: the `DENSE_SIZES` next to either end, and some between them."""
+    between = range(DENSE_SIZES, least - DENSE_SIZES, max(1, (least - 2 * DENSE_SIZES) // BETWEEN))
+    return sorted({*range(1, min(DENSE_SIZES, least)), *between, *range(max(1, least - DENSE_SIZES), least)})[::-1]
 
 
 def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -31,6 +31,7 @@ from tformer_export.capture.row_iteration import rows_joined
 from tformer_export.capture.trace_errors import SizeWatch, explain_fixed, explain_trace, is_branch, watch_sizes
 from tformer_export.capture.trace_patches import (
     causal_mask_hints_kept,
+    copies_of_functions_run,
     data_detached,
     functions_of_sizes,
     functions_with_free_sizes,
@@ -353,6 +354,7 @@ def _trace(
         quiet(*TRACE_LOGGERS),
         contextlib.redirect_stderr(io.StringIO()),  # torch prints the graph there if a branch depends on data
         causal_mask_hints_kept(),
+        copies_of_functions_run(),
         data_detached(),
         functions_of_sizes(),
         functions_with_free_sizes(),

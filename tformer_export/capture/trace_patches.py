@@ -6,9 +6,11 @@ The caller holds TORCH_PATCH_LOCK.
 from __future__ import annotations
 
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -142,6 +144,29 @@ def causal_mask_hints_kept() -> Iterator[None]:
         yield
     finally:
         layers._detect_is_causal_mask = original
+
+
+@contextmanager
+def copies_of_functions_run() -> Iterator[None]:
+    """Let copies of torch's functions in users' modules run, instead of the function of torch with their arguments.
+
+    Such a copy asks `has_torch_function` first, as the original does. While a mode of torch traces, the answer is yes.
+    The copy then hands its arguments to the function of torch, which may not have all of them.
+    """
+    replaced = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" or not isinstance(module, ModuleType):
+            continue
+        for function in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+            if vars(module).get(function) is getattr(torch.overrides, function):
+                replaced.append((module, function))
+    for module, function in replaced:
+        setattr(module, function, lambda *_: False)
+    try:
+        yield
+    finally:
+        for module, function in replaced:
+            setattr(module, function, getattr(torch.overrides, function))
 
 
 @contextmanager

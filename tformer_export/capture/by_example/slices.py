@@ -1,7 +1,7 @@
 """Slices are operations of a recording even where they take everything.
 
-torch leaves out a slice that takes everything. So `x[:, :n]` of n positions would have no operation, and that of another
-length would have one.
+torch leaves out a slice that takes everything. So `x[:, :n]` of n positions would have no operation, and that of
+another length would have one.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import sympy
 import torch
-from support.small_models import Mixer, Small, captured_of
+from support.small_models import EXAMPLE, Mixer, Small, captured_of
 from torch.utils._sympy.functions import Max, Min
 
-from tformer_export.analysis.size_branches import limit_by_branches
+from tformer_export.analysis.size_branches import limit_by_branches, sizes_below
 from tformer_export.common.fx_nodes import simplify_size
+from tformer_export.compile import capture_model
+from tformer_export.sources.torch_module import from_module
 from tformer_runtime import UnsupportedModelError
 
 
@@ -37,6 +39,30 @@ def test_branch_on_data_is_refused():
     captured = captured_of(Small(ByData))
     with pytest.raises(UnsupportedModelError, match="values of its data decide which code runs"):
         limit_by_branches(captured, max_length=64)
+
+
+class ShortOtherwise(Mixer):
+    def forward(self, x, tgt):
+        return x * 0.5 if x.shape[1] <= 20 else x * 2.0
+
+
+class ShortAlike(Mixer):
+    def forward(self, x, tgt):
+        return x * 2.0 if x.shape[1] <= 20 else x + x
+
+
+@pytest.mark.parametrize(("mixer", "limit"), [(ShortOtherwise, 20), (ShortAlike, 40)])
+def test_way_of_long_rows_is_taken_if_it_holds_for_short_ones(mixer, limit):
+    source = from_module(Small(mixer), EXAMPLE, step_input="tgt")
+    assert capture_model(source).graph.time_limit == limit
+
+
+def test_sizes_below_are_those_next_to_either_end_and_some_between():
+    assert sizes_below(1) == []
+    assert sizes_below(9) == [8, 7, 6, 5, 4, 3, 2, 1]
+    sizes = sizes_below(257)
+    assert {1, 2, 16, 240, 256} <= set(sizes)
+    assert len(sizes) < 50
 
 
 @pytest.mark.parametrize(
