@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import blocks_of_positions
 import constant_keys
 import experts
 import looking_back
@@ -20,7 +21,7 @@ from tformer_runtime import UnsupportedModelError
 
 STYLES = (
     masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back,
-    merged_heads, recurrent_state,
+    merged_heads, recurrent_state, blocks_of_positions,
 )  # fmt: skip
 CASES = [case for style in STYLES for case in style.CASES]
 

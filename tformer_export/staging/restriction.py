@@ -262,8 +262,10 @@ class RestrictionSolver:
     def _look_back(self, node: Node) -> Solution | None:
         """Return the solution by a region that looks back."""
         lookback = find_lookback(self, node)
-        if lookback is None or (lookback.rows is None and self.batch_axis(node) is None):
+        if lookback is None:
             return None
+        if self.rows(node) is None and (lookback.rows is None or lookback.period is not None):
+            return None  # each row of the batch has its own new positions
         inside = set(lookback.nodes)
         leaves = [pytree.tree_leaves((part.args, part.kwargs)) for part in lookback.nodes]
         for leaf in itertools.chain.from_iterable(leaves):
