@@ -64,23 +64,32 @@ class CountedFromTheMiddle(TinyDecoder):
 class SummedBlocks(TinyDecoder):
     """Squared scores within a block, and sums of keys and values over the blocks before."""
 
+    size = BLOCK_SIZE
+
     def mix(self, x, idx):
         length = x.shape[1]
-        padding = -length % BLOCK_SIZE
+        padding = -length % self.size
         q, k, v = (
-            F.pad(merge(part), (0, 0, 0, padding)).unflatten(1, (-1, BLOCK_SIZE)) for part in self.attention.heads(x)
+            F.pad(merge(part), (0, 0, 0, padding)).unflatten(1, (-1, self.size)) for part in self.attention.heads(x)
         )
-        hidden = torch.ones(BLOCK_SIZE, BLOCK_SIZE, dtype=torch.bool).triu(1)
-        near = (F.relu(q @ k.transpose(-2, -1) / BLOCK_SIZE) ** 2).masked_fill(hidden, 0.0) @ v
-        sums = torch.einsum("bgnd,bgne->bgde", k, v) / BLOCK_SIZE
+        hidden = torch.ones(self.size, self.size, dtype=torch.bool).triu(1)
+        near = (F.relu(q @ k.transpose(-2, -1) / self.size) ** 2).masked_fill(hidden, 0.0) @ v
+        sums = torch.einsum("bgnd,bgne->bgde", k, v) / self.size
         far = q @ F.pad(sums.cumsum(1), (0, 0, 0, 0, 1, -1))
-        mixed = (near + far).flatten(1, 2)[:, :length]
-        return self.attention.out(mixed.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2))
+        near, far = (part.flatten(1, 2)[:, :length] for part in (near, far))
+        return self.attention.out((near + far).unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2))
+
+
+class SummedLongBlocks(SummedBlocks):
+    """The same with blocks of more positions than a short sequence has."""
+
+    size = 8
 
 
 CASES = [
     Case("blocks-padded", BlockedAttention, exports_file=True),
     Case("blocks-rounded-by-python", RoundedUpByPython, exports_file=True),
     Case("middle-of-sequence", CountedFromTheMiddle, exports_file=True),
-    Case("blocks-summed", SummedBlocks, exports_file=True),
+    Case("blocks-summed", SummedBlocks),
+    Case("blocks-summed-long", SummedLongBlocks, exports_file=True),
 ]

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, G key-value heads, N new positions, S slots or source 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -219,6 +220,23 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
         shape=past.shape,
         version=24,
     )
+
+
+def running_logsumexp(value: torch.Tensor, axis: int, max_length: int) -> torch.Tensor:
+    """Compute log(exp(v_1) + … + exp(v_i)) for each position i, of at most `max_length` positions.
+
+    Each round doubles the number of positions that a sum has. The sums keep their own magnitudes: with one maximum for
+    all positions, as torch.onnx writes it, early sums become zero where later values are great.
+    """
+    axis, length = axis % value.dim(), value.shape[axis]
+    before = [0] * (2 * (value.dim() - 1 - axis))
+    for i in range(max(1, max_length - 1).bit_length()):
+        step = torch.sym_min(1 << i, length)
+        earlier = torch.nn.functional.pad(value, [*before, step, 0], value=-math.inf).narrow(axis, 0, length)
+        distance = -(value - earlier).abs()
+        distance = torch.where(distance.isnan(), 0.0, distance)  # of two infinite sums
+        value = torch.maximum(value, earlier) + torch.log1p(torch.exp(distance))
+    return value
 
 
 def view_as_shape(value: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -217,9 +217,13 @@ class _Region:
         """
         limit = self.graph.captured.time_limit
         for length in (n for n in LENGTHS if limit is None or n <= limit):
-            lags = [lag for position in self._positions(length) for lag in self._lags(length, position)]
-            if not lags or max(lags) <= length // 2:
-                return max(lags, default=0)
+            furthest = 0
+            for position in self._positions(length):
+                furthest = max([furthest, *self._lags(length, position)])
+                if furthest > length // 2:
+                    break
+            else:
+                return furthest
         return None
 
     def _positions(self, length: int) -> list[int]:
