@@ -47,6 +47,7 @@ from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.size_branches import (
+    gives_at,
     limit_by_branches,
     limit_lengths,
     refuse_other_courses,
@@ -55,6 +56,7 @@ from tformer_export.analysis.size_branches import (
     stretch,
 )
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
+from tformer_export.capture.at_one_length import at_one_length
 from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.rebuild import RebuiltModule
 from tformer_export.capture.by_example.trace import trace_by_example
@@ -69,7 +71,7 @@ from tformer_export.capture.trace import (
 )
 from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
-from tformer_export.common.fx_nodes import line_of_trace, meta, source_line
+from tformer_export.common.fx_nodes import DENSE_SIZES, line_of_trace, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.module_state import unchanged
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
@@ -242,8 +244,11 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         with unchanged(source.module):
             warm_up(source, source.example)
             graph = trace_source(source, hidden_states, max_length)
-        if passed := runs_beyond(graph, source):
+        if not graph.at_one_length and (passed := runs_beyond(graph, source)):
             graph = _trace_beyond(source, graph, passed, hidden_states, max_length)
+            required = max_length or source.max_length
+            if required is not None and (graph.time_limit or required) < required:
+                graph = _trace_at_one_length(source, required) or graph
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
         raise
@@ -281,18 +286,14 @@ def _trace_beyond(
         with unchanged(source.module), suppress(UnsupportedModelError):
             if inputs is not None:
                 warm_up(source, inputs)
-            graph = trace_source(source, hidden_states, max_length, above, by_example)
+            graph = _trace_at_any_length(source, hidden_states, longest, above, by_example)
             if not runs_beyond(graph, source, longest):
                 return graph
     return traced
 
 
-def trace_source(
-    source: Source,
-    hidden_states: Sequence[str],
-    max_length: int | None = None,
-    above: int = 0,
-    by_example: bool = False,
+def _trace_at_any_length(
+    source: Source, hidden_states: Sequence[str], longest: int, above: int = 0, by_example: bool = False
 ) -> CapturedGraph:
     """Trace a source by torch.export or, if that fails or is not wanted, by example.
 
@@ -304,7 +305,6 @@ def trace_source(
         module = WithSubmoduleOutputs(source.module, watched, 1 + len(names))
         module.training = False
         names = (*names, *(f"{HIDDEN_STATES}.{name}" for name in watched))
-    longest = max_length or source.max_length or DEFAULT_LENGTH
 
     def trace(traced: torch.nn.Module) -> CapturedGraph:
         rest = source.axes, names, max(source.min_drawn_length, math.ceil(above / DRAWN_LENGTH_FACTOR))
@@ -338,6 +338,40 @@ def trace_source(
     if isinstance(failure, TraceFailedError):
         raise UnsupportedModelError(failure.explain()) from failure.__cause__
     raise failure
+
+
+def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:
+    """Trace a source at any length or, if that fails, at its greatest length alone."""
+    longest = max_length or source.max_length or DEFAULT_LENGTH
+    try:
+        return _trace_at_any_length(source, hidden_states, longest)
+    except UnsupportedModelError:
+        graph = None if hidden_states else _trace_at_one_length(source, longest)
+        if graph is None:
+            raise
+        return graph
+
+
+def _trace_at_one_length(source: Source, longest: int) -> CapturedGraph | None:
+    """Trace a module that runs at the greatest length for any sequence; None if its results are not the source's."""
+    step = source.step_input
+    if step is None or source.masks or source.example[step].dim() < 2:
+        return None
+    module = at_one_length(source.module, source.example, step, longest)
+    if module is None:
+        return None
+    try:
+        with unchanged(source.module):
+            names, rest = source.outputs[1:], (source.axes, source.min_drawn_length)
+            graph = capture(module, source.example, step, rest[0], names, rest[1])
+    except (TraceFailedError, UnsupportedModelError):
+        return None
+    if graph.time is None or graph.branch_refusal is not None:
+        return None
+    graph.limits[graph.time] = longest
+    graph.at_one_length = True
+    lengths = {*range(1, DENSE_SIZES), longest // 3, longest // 2 + 1, longest - 1, longest}
+    return graph if gives_at(graph, source, sorted(n for n in lengths if 0 < n <= longest)) else None
 
 
 def _without_padding(source: Source, graph: CapturedGraph) -> Source:
@@ -476,6 +510,8 @@ def _stage_steps(analysed: AnalysedModel, target: Target, values: dict[Node, Any
         "caches": len(decode.caches),
         "context": len(contexts),
         "tables": len(tables),
+        "recomputed": solver.num_recomputed(plan.looking_back),
+        "at_one_length": int(graph.at_one_length),
     }
     return StagedModel(encode, decode, tuple(contexts), max_length, counts)
 

@@ -103,6 +103,12 @@ class ExportReport:
         return f"{count} tensors" if self.kv_cache == "float" else f"{count} tensors in {self.kv_cache}"
 
     @property
+    def _recomputed_text(self) -> str:
+        if self.counts.get("at_one_length"):
+            return f"the whole model, for {self.max_length} positions in each step: a lower maximum length is faster"
+        return f"{self.counts['recomputed']} parts of the model, for all positions so far in each step"
+
+    @property
     def _precision_text(self) -> str:
         if self.precision != "fp32":
             return self.precision
@@ -146,6 +152,7 @@ class ExportReport:
             else ("decoding", self._single_pass_text),
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *[("not fused", text) for text in dict.fromkeys(self.unrecognised[:MAX_SHOWN])],
+            *([("recomputed", self._recomputed_text)] if counts.get("recomputed") else []),
             *([("maximum length", f"{self.max_length}")] if self.max_length else []),
             *[(f"at most, {name}", f"{limit} positions") for name, limit in self.input_limits.items()],
             ("parity", self._parity_text),

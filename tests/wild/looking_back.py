@@ -108,6 +108,20 @@ class DecayingSum(TinyDecoder):
         return self.attention(torch.exp(decay) * (x * torch.exp(-decay)).cumsum(1), self.mask(idx))
 
 
+class SumInLogarithms(TinyDecoder):
+    """A gated linear recurrence, computed for all positions at once from logarithms."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, x, idx):
+        gate = 4 + self.gate(x)  # the logarithms of the sums grow by 4 with each position
+        coefficients = -F.softplus(gate).cumsum(1)
+        values = F.logsigmoid(gate) + F.logsigmoid(x)
+        return self.attention(torch.exp(coefficients + (values - coefficients).logcumsumexp(1)), self.mask(idx))
+
+
 class UnfoldedWindows(TinyDecoder):
     """A window of four positions for each position, as a tensor, with learned weights."""
 
@@ -130,5 +144,6 @@ CASES = [
     Case("token-pairs", PairsOfTokens),
     Case("running-mean", RunningMean, exports_file=True),
     Case("decaying-sum", DecayingSum),
+    Case("sum-in-logarithms", SumInLogarithms, exports_file=True),
     Case("unfolded-windows", UnfoldedWindows),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import at_one_length
+import blocks_of_positions
 import constant_keys
 import copied_functions
 import experts
@@ -22,7 +24,7 @@ from tformer_runtime import UnsupportedModelError
 
 STYLES = (
     masks_from_sizes, own_caches, experts, numbers_from_data, outputs_and_buffers, constant_keys, looking_back,
-    merged_heads, recurrent_state, window_branch, copied_functions,
+    merged_heads, recurrent_state, window_branch, copied_functions, blocks_of_positions, at_one_length,
 )  # fmt: skip
 CASES = [case for style in STYLES for case in style.CASES]
 
@@ -50,3 +52,15 @@ def test_mask_by_product_is_that_of_an_attention(tmp_path) -> None:
     case = next(case for case in CASES if case.name == "mask-product")
     report = export(case.module, tmp_path / "model.onnx", **case.arguments)
     assert (report.counts["attentions"], report.unrecognised) == (1, ())
+
+
+def test_report_says_which_models_are_computed_for_all_positions_in_each_step(tmp_path) -> None:
+    for style, name, text in (
+        (at_one_length, "scan-by-halves", "the whole model, for 16 positions in each step"),
+        (looking_back, "running-mean", "1 parts of the model, for all positions so far"),
+        (blocks_of_positions, "blocks-padded", None),
+    ):
+        case = next(case for case in style.CASES if case.name == name)
+        report = export(case.module, tmp_path / "model.onnx", **case.arguments, max_length=16)
+        recomputed = dict(report.rows()).get("recomputed")
+        assert recomputed is None if text is None else recomputed is not None and text in recomputed

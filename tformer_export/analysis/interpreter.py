@@ -15,13 +15,20 @@ from tformer_export.common.fx_nodes import expression, is_read_from_data, meta
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 
-def run(captured: CapturedGraph, inputs: Mapping[str, torch.Tensor]) -> dict[Node, Any]:
-    """Return every value of the graph for these inputs. Memory: that of all activations, so keep the sizes small."""
+def run(
+    captured: CapturedGraph, inputs: Mapping[str, torch.Tensor], replaced: Mapping[Node, torch.Tensor] | None = None
+) -> dict[Node, Any]:
+    """Return every value of the graph for these inputs. Memory: that of all activations, so keep the sizes small.
+
+    replaced: values that stand in the place of those of their nodes.
+    """
     values: dict[Node, Any] = {}
     by_node = {node: inputs[name] for name, node in captured.inputs.items()}
     with TORCH_PATCH_LOCK, torch.no_grad():  # the graph has custom operators
         for node in captured.nodes:
-            if node.op == "placeholder":
+            if replaced is not None and node in replaced:
+                values[node] = replaced[node]
+            elif node.op == "placeholder":
                 values[node] = by_node[node] if node in by_node else captured.constants[node.name]
             elif node.op == "call_function":
                 values[node] = call(node, lambda n: values[n])

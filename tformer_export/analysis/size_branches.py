@@ -7,7 +7,7 @@ the greatest length for which they hold becomes a limit of the file. A branch th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.fx import Node
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.graph_cleanup import drop_assertions
-from tformer_export.capture.trace import CapturedGraph
+from tformer_export.capture.trace import CapturedGraph, count_ids
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
 from tformer_export.common.module_state import WriteUndo, is_same, unchanged
@@ -122,6 +122,28 @@ def sizes_below(least: int) -> list[int]:
     """Return sizes below this one, the greatest first: the `DENSE_SIZES` next to either end, and some between them."""
     between = range(DENSE_SIZES, least - DENSE_SIZES, max(1, (least - 2 * DENSE_SIZES) // BETWEEN))
     return sorted({*range(1, min(DENSE_SIZES, least)), *between, *range(max(1, least - DENSE_SIZES), least)})[::-1]
+
+
+def gives_at(captured: CapturedGraph, source: Source, lengths: Iterable[int]) -> bool:
+    """Return whether the graph gives the outputs of forward for random sequences of these lengths.
+
+    Cost: a run of forward and one of the graph for each length, with two rows.
+    """
+    name = captured.step_name or ""
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths:
+        inputs = {n: value[:2] for n, value in captured.example.items()}
+        step = inputs[name]
+        shape = (*step.shape[:1], length, *step.shape[2:])
+        inputs[name] = (
+            torch.randn(shape, generator=generator).to(step.dtype)
+            if step.is_floating_point()
+            else torch.randint(count_ids(captured, name), shape, generator=generator).to(step.dtype)
+        )
+        expected = _run(source, inputs)
+        if expected is None or not _gives(captured, inputs, expected, may_fail=False):
+            return False
+    return True
 
 
 def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

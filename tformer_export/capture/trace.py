@@ -102,6 +102,7 @@ class CapturedGraph:
     limit_lines: symbol → the user's line that set its limit.
     least: symbol → the least value for which torch.export vouches, if that is above 2.
     least_lines: symbol → the user's line that set it.
+    at_one_length: whether the module runs at its greatest length for sequences of any length.
     """
 
     graph: Graph
@@ -118,6 +119,7 @@ class CapturedGraph:
     limit_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
     least: dict[sympy.Symbol, int] = field(default_factory=dict)
     least_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
+    at_one_length: bool = False
 
     @property
     def extras(self) -> dict[str, Node]:

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, G key-value heads, N new positions, S slots or source 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ def plain_attention(
 ) -> torch.Tensor:
     """Compute attention in standard operators: (B, H, N, D), (B, G, S, D), (B, G, S, Dv) → (B, H, N, Dv).
 
-    Cost grows with N · S. Grouped heads are multiplied as groups, so that keys and values are not repeated.
+    Cost grows with N · S. Grouped heads are multiplied as groups, so that keys and values are not repeated. H and G may
+    be free sizes, such as the number of windows of a sequence; then they have to be the same, or G is 1.
     """
     heads, groups = query.shape[1], key.shape[1]
-    if heads != groups:
+    is_grouped = isinstance(heads, int) and isinstance(groups, int) and heads != groups
+    if is_grouped:
         query = view_as_shape(query, query.shape[0], groups, heads // groups, *query.shape[2:])
         key, value = key.unsqueeze(2), value.unsqueeze(2)
         if bias is not None:
@@ -39,7 +42,7 @@ def plain_attention(
     if bias is not None:
         scores = scores + _additive(bias)
     out = torch.matmul(torch.softmax(scores, -1), value)
-    return merge_axes(out, 1) if heads != groups else out
+    return merge_axes(out, 1) if is_grouped else out
 
 
 def plain_attention_weights(
@@ -128,7 +131,8 @@ def multi_head_attention(
     bias: broadcasts to (B, H, N, S); the operator needs its last two axes in full size.
     """
     heads = query.shape[1]
-    if key.shape[1] != heads or key.shape[3] != value.shape[3] or softcap:  # the operator supports none of them
+    # The operator supports none of these.
+    if not isinstance(heads, int) or key.shape[1] != heads or key.shape[3] != value.shape[3] or softcap:
         return plain_attention(query, key, value, bias, scale, softcap)
     inputs: list[Any] = [_rows(query), key, value]
     if bias is not None:
@@ -168,7 +172,11 @@ def whole_attention(
 
 def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether each query has a key and a value, of sizes that GroupQueryAttention supports."""
-    same = key.shape[1] == query.shape[1] and query.shape[3] == key.shape[3] == value.shape[3]
+    same = (
+        isinstance(query.shape[1], int)
+        and key.shape[1] == query.shape[1]
+        and query.shape[3] == key.shape[3] == value.shape[3]
+    )
     sized = same and query.shape[3] % HEAD_MULTIPLE == 0 and query.dtype == torch.float32
     return sized and all(statically_known_true(query.shape[axis] == key.shape[axis]) for axis in (0, 2))
 
@@ -212,6 +220,23 @@ def write_slots(past: torch.Tensor, new: torch.Tensor, start: torch.Tensor, axis
         shape=past.shape,
         version=24,
     )
+
+
+def running_logsumexp(value: torch.Tensor, axis: int, max_length: int) -> torch.Tensor:
+    """Compute log(exp(v_1) + … + exp(v_i)) for each position i, of at most `max_length` positions.
+
+    Each round doubles the number of positions that a sum has. The sums keep their own magnitudes: with one maximum for
+    all positions, as torch.onnx writes it, early sums become zero where later values are great.
+    """
+    axis, length = axis % value.dim(), value.shape[axis]
+    before = [0] * (2 * (value.dim() - 1 - axis))
+    for i in range(max(1, max_length - 1).bit_length()):
+        step = torch.sym_min(1 << i, length)
+        earlier = torch.nn.functional.pad(value, [*before, step, 0], value=-math.inf).narrow(axis, 0, length)
+        distance = -(value - earlier).abs()
+        distance = torch.where(distance.isnan(), 0.0, distance)  # of two infinite sums
+        value = torch.maximum(value, earlier) + torch.log1p(torch.exp(distance))
+    return value
 
 
 def view_as_shape(value: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -314,17 +314,18 @@ class DecodeEmitter(Emitter):
             return self.emitted[leaf, self.solver.roles(leaf, ALL)]
         if lookback.rows == 0:
             return self.emitted[leaf, self.solver.roles(leaf)]
-        key = "window", leaf, lookback.rows, lookback.initial
+        key = "window", leaf, lookback.rows, lookback.initial, lookback.period
         if key not in self.emitted:
-            self.emitted[key] = self._window(leaf, lookback.rows, lookback.initial)
+            self.emitted[key] = self._window(leaf, lookback)
         return self.emitted[key]
 
-    def _window(self, node: Node, count: int, initial: Node | None) -> Node:
-        """Return the last `count` rows of a value before the new ones, and the new ones.
+    def _window(self, node: Node, lookback: Lookback) -> Node:
+        """Return the carried rows of a value and the new ones; from the start of its region, if that has one.
 
-        The rows before are a carry. After the step it holds the last rows before each row's next token.
+        The carry holds the last rows before each row's next token.
         """
-        solver = self.solver
+        solver, count, initial = self.solver, lookback.rows, lookback.initial
+        assert count is not None
         rows, (axis,) = solver.rows(node), solver.time_axes(node)
         assert rows is not None
         new = rows.split(self.call, self.emitted[node, solver.roles(node)])
@@ -339,6 +340,8 @@ class DecodeEmitter(Emitter):
         self._add_present(carry, self.call(onnx_operators.take_positions, window, kept, 0, time))
         if initial is not None:
             window = self._with_initial_rows(window, time, len(carry.shape), count, self._initial_row(initial, rows))
+        if lookback.period is not None:
+            window = self.call(lookback.rows_from_start, window, self._control(manifest.START_SLOT), time)
         if rows.batch_axis != 0:
             window = self.call(onnx_operators.move_axes, window, 0, rows.batch_axis)
         return rows.merge(self.call, window)
@@ -365,12 +368,17 @@ class DecodeEmitter(Emitter):
         """Return the rows of a region's result that belong to the new positions."""
         if lookback.rows == 0:
             return result
-        if lookback.rows is not None:
+        if lookback.rows is not None and lookback.period is None:
             return self.call(torch.narrow, result, lookback.axis, lookback.rows, self._time(NEW))
-        batch = self.solver.batch_axis(node)
-        assert batch is not None
-        positions = self._control(manifest.POSITIONS)
-        return self.call(onnx_operators.take_positions, result, positions, batch, lookback.axis)
+        rows = self.solver.rows(node)
+        assert rows is not None
+        axes, split = (rows.batch_axis, rows.axis_after_split(lookback.axis)), rows.split(self.call, result)
+        if lookback.rows is None:
+            kept = self.call(onnx_operators.take_positions, split, self._control(manifest.POSITIONS), *axes)
+        else:
+            first = self._control(manifest.START_SLOT)
+            kept = self.call(lookback.new_rows, split, first, self._time(NEW), *axes)
+        return rows.merge(self.call, kept)
 
     # -- loops over positions -------------------------------------------------------------------------------------
 

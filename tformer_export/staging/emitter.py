@@ -26,6 +26,8 @@ from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
 
+MAX_POSITIONS = 1 << 24  # of an input of a single-pass model, whose length is not limited
+
 
 @dataclass(frozen=True)
 class Port:
@@ -121,6 +123,8 @@ class Emitter:
         elif node.target is aten.split.Tensor and not isinstance(args[1], int) and _has_equal_parts(node):
             # torch.onnx fails if the size of the parts is not a number, as in x.split(batch, 0).
             copy = self.call(onnx_operators.equal_parts, args[0], len(meta(node)), *args[2:])
+        elif node.target is aten.logcumsumexp.default:
+            copy = self.call(onnx_operators.running_logsumexp, *args, self.max_length or MAX_POSITIONS)
         else:
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copy.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}

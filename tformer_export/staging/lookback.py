@@ -4,15 +4,21 @@ A region of operations is *causal* if no result depends on a later position of i
 if no result depends on a position more than k before it. Both are found by changing one position of random operands.
 
 A region that looks back k positions is computed for k + n positions in a step of n new ones. The last k rows of its
-operands are carried from step to step; before the first token they are zeros, or a constant of the region. A region
-that looks back without limit is computed for all positions in each step, from operands that are cached like keys. Its
-cost in a step grows with the length of the sequence.
+operands are carried from step to step; before the first token they are zeros, or a constant of the region.
+
+A region may know where the sequence starts, such as a window of attention that hides the places before it. Or it cuts
+the sequence into blocks of w positions. Then it is computed from a start of its own, the latest multiple of w that is k
+positions or more before the new ones, or the first position. So k + w - 1 rows are carried.
+
+A region that looks back without limit is computed for all positions in each step, from operands that are cached like
+keys. Its cost in a step grows with the length of the sequence.
 
 Cost of the search: some dozens of runs of a region, at lengths of a few times k.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -25,6 +31,7 @@ from torch.utils import _pytree as pytree
 from tformer_export.analysis.binding_time import Level
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import is_read_from_data, meta
+from tformer_export.common.onnx_operators import take_positions
 from tformer_export.staging.regions import find_regions
 
 LENGTHS = 16, 64, 256, 1024  # at which a limit of looking back is sought; one beyond half of the last is none
@@ -69,14 +76,40 @@ class Lookback:
 
     nodes: its operations, in their order.
     axis: the time axis of its result.
-    rows: the number of positions that it looks back; None without a limit.
+    rows: the number of rows that are carried; None if the region looks back without limit.
     initial: the constant that stands for the rows before the first position; None for zeros.
+    period: the region is computed from a start at a multiple of it; None if it is computed from all carried rows.
     """
 
     nodes: tuple[Node, ...]
     axis: int
     rows: int | None
     initial: Node | None = None
+    period: int | None = None
+
+    def offset(self, first: Any) -> Any:
+        """Return how far the start is before the first new position, for positions (batch,)."""
+        assert self.rows is not None
+        assert self.period is not None
+        earliest = torch.clamp(first - (self.rows - self.period + 1), min=0)
+        return first - torch.div(earliest, self.period, rounding_mode="trunc") * self.period
+
+    def rows_from_start(self, window: torch.Tensor, first: torch.Tensor, time: int) -> torch.Tensor:
+        """Return the rows of an operand from the start of each row of the batch on, as many as in the window.
+
+        window: (batch, …), with the carried rows and the new ones on axis `time`. Its last row is repeated at the end,
+            where no result that is kept depends on it.
+        first: the first new positions (batch,).
+        """
+        assert self.rows is not None
+        skipped = self.rows - self.offset(first)
+        places = skipped.unsqueeze(1) + torch.arange(window.shape[time]).unsqueeze(0)
+        return take_positions(window, torch.clamp(places, max=window.shape[time] - 1), 0, time)
+
+    def new_rows(self, result: torch.Tensor, first: torch.Tensor, count: int, batch: int, time: int) -> torch.Tensor:
+        """Return the rows of the result for the `count` new positions."""
+        places = self.offset(first).unsqueeze(1) + torch.arange(count).unsqueeze(0)
+        return take_positions(result, places, batch, time)
 
 
 def find_lookback(graph: Graph, exit: Node) -> Lookback | None:
@@ -184,9 +217,13 @@ class _Region:
         """
         limit = self.graph.captured.time_limit
         for length in (n for n in LENGTHS if limit is None or n <= limit):
-            lags = [lag for position in self._positions(length) for lag in self._lags(length, position)]
-            if not lags or max(lags) <= length // 2:
-                return max(lags, default=0)
+            furthest = 0
+            for position in self._positions(length):
+                furthest = max([furthest, *self._lags(length, position)])
+                if furthest > length // 2:
+                    break
+            else:
+                return furthest
         return None
 
     def _positions(self, length: int) -> list[int]:
@@ -221,7 +258,30 @@ class _Region:
         for initial in (None, *constants) if rows else (None,):
             if self._is_right(rows, initial):
                 return Lookback(self.nodes, self.axis, rows, initial)
+        for period in sorted({1, *_divisors(rows), *_divisors(rows + 1)}) if rows else ():
+            found = Lookback(self.nodes, self.axis, rows + period - 1, period=period)
+            if self._is_right_from_start(found, rows):
+                return found
         return None
+
+    def _is_right_from_start(self, lookback: Lookback, rows: int) -> bool:
+        period, carried = lookback.period, lookback.rows
+        assert period is not None
+        assert carried is not None
+        firsts = {0, 1, rows, rows + 1, 3 * carried + 5, *(2 * carried + i for i in range(min(period, NUM_CHANGED)))}
+        for first, count in itertools.product(sorted(firsts), (1, 3, period + 1)):
+            sequences = self.draw(first + count)
+            offset = int(lookback.offset(torch.tensor(first)))
+            padded = {}
+            for node, value in sequences.items():
+                axis = self._axis(node)
+                kept = value.narrow(axis, first - offset, offset + count)
+                last = value.narrow(axis, first + count - 1, 1)
+                padded[node] = torch.cat([kept, *[last] * (carried - offset)], axis)
+            expected = self.run(first + count, sequences)[first:]
+            if _changed_rows(expected, self.run(carried + count, padded)[offset : offset + count]):
+                return False
+        return True
 
     def _is_right(self, rows: int, initial: Node | None) -> bool:
         windows = {
@@ -270,6 +330,10 @@ class _Region:
         for position in self._positions(lengths[-1]):
             self._lags(lengths[-1], position)
         return all(not _changed_rows(whole[:n], self.run(n, self._rows(sequences, 0, n))) for n in lengths[:-1])
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _changed_rows(one: torch.Tensor, other: torch.Tensor) -> list[int]:

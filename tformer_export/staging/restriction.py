@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -237,19 +237,39 @@ class RestrictionSolver:
             solution = None if self._needs_whole_result(node, roles) else self._search((node,), roles, (NEW, ALL))
             if solution is None and all(role == NEW for _, role in roles):
                 solution = self._carry_states(node)
-            for region in (
-                find_regions(node, self.level, self.order, self._has_known_layout) if solution is None else ()
-            ):
-                solution = self._search(region, roles, (NEW, ALL))
-                if solution is not None:
+            regions = [] if solution is not None else find_regions(node, self.level, self.order, self._has_known_layout)
+            in_blocks = []  # at the length of the probe all positions may be in one block
+            for region in regions:
+                if any(map(self._is_cut_into_blocks, region)):
+                    in_blocks.append(region)
+                elif (solution := self._search(region, roles, (NEW, ALL))) is not None:
                     break
             if solution is None and all(role == NEW for _, role in roles):
                 solution = self._look_back(node)
+            for region in in_blocks if solution is None else ():
+                if (solution := self._search(region, roles, (NEW, ALL))) is not None:
+                    break
             if solution is None:
                 looks_ahead = all(role == NEW for _, role in roles) and self._looks_ahead(node, roles)
                 raise UnsupportedModelError(explain_refusal(self, node, looks_ahead))
             self.solutions[key] = solution
         return self.solutions[key]
+
+    def num_recomputed(self, nodes: Container[Node]) -> int:
+        """Return the number of regions, those that end at `nodes`, that a step computes for all positions."""
+        found = [s.lookback for (node, _), s in self.solutions.items() if node in nodes]
+        return sum(lookback is not None and lookback.rows is None for lookback in found)
+
+    def _is_cut_into_blocks(self, node: Node) -> bool:
+        """Return whether a size of a value follows from the time by division, such as the number of whole blocks."""
+        value = meta(node)
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        sizes = [size for v in tensors for size in (v.shape if isinstance(v, torch.Tensor) else [v])]
+        return any(
+            self.time in symbols(size) and not expression(size).is_polynomial(self.time)
+            for size in sizes
+            if isinstance(size, torch.SymInt)
+        )
 
     def _carry_states(self, node: Node) -> Solution | None:
         """Return the solution of a loop over positions by the states that it carries."""
@@ -262,8 +282,10 @@ class RestrictionSolver:
     def _look_back(self, node: Node) -> Solution | None:
         """Return the solution by a region that looks back."""
         lookback = find_lookback(self, node)
-        if lookback is None or (lookback.rows is None and self.batch_axis(node) is None):
+        if lookback is None:
             return None
+        if self.rows(node) is None and (lookback.rows is None or lookback.period is not None):
+            return None  # each row of the batch has its own new positions
         inside = set(lookback.nodes)
         leaves = [pytree.tree_leaves((part.args, part.kwargs)) for part in lookback.nodes]
         for leaf in itertools.chain.from_iterable(leaves):

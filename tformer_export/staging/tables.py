@@ -2,7 +2,12 @@
 
 A decode step reads the row of position p from a table of the maximum length, where the model computed it for the
 sequence at hand. The two agree only if the value at length n is the corner of the value at any greater length (prefix
-consistency). This is proven by evaluation at three lengths. Where it fails, the model is refused.
+consistency). This is proven by evaluation at three lengths.
+
+Where it fails, the results of the model may be the same still. A scale that is counted from the middle of the sequence
+is one factor of queries and another of keys, and their products depend on the distance alone (Sun et al. 2022, "A
+Length-Extrapolatable Transformer"). Such tables are taken at the maximum length for sequences of any length, if the
+model gives the same results with them. This is proven by running it. Otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from torch.fx import Node
 
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
+from tformer_export.analysis.interpreter import run
 from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_export.staging.plan import CachedAttention
@@ -23,6 +29,8 @@ from tformer_runtime.base.errors import UnsupportedModelError
 
 DEFAULT_LENGTH = 512
 MAX_VISIBLE_BIAS = 1e4  # a bias of this magnitude hides a key
+REPLACED_LENGTHS = 2, 3, PROBE_LENGTH, 65, 1024  # at which a model runs with tables of the maximum length
+MAX_REPLACED_ROUNDING = 2e-5  # of the range of the results; tables of other magnitudes round differently
 
 
 @dataclass(frozen=True)
@@ -173,14 +181,17 @@ class _Constants:
         raise UnsupportedModelError(f"the model cannot run at a length of {length}: {why}")
 
     def are_consistent(self, length: int) -> bool:
-        return self._first_changed(length) is None
+        return not self._changed(length)
 
     def prove(self, length: int) -> None:
-        """Raise UnsupportedModelError if a value at a shorter length is not the corner of the value at this length."""
-        changed = self._first_changed(length)
-        if changed is not None:
-            node = changed[0]
-            culprit = self._culprit(*changed)
+        """Raise UnsupportedModelError if a value at a shorter length is not the corner of the value at this length.
+
+        Tables may differ if the model gives the same results with those of this length.
+        """
+        changed = self._changed(length)
+        if changed and (not changed.keys().isdisjoint(self.invariant) or not self._can_be_replaced(changed, length)):
+            node, shorter = next(iter(changed.items()))
+            culprit = self._culprit(node, shorter)
             kind = "a number that changes" if node in self.invariant else "a table whose values change"
             raise UnsupportedModelError(
                 f"`{culprit.target}` at {source_line(culprit)} makes {kind} with the length of the sequence, so "
@@ -188,21 +199,50 @@ class _Constants:
                 "positions alone, or fix its length"
             )
 
-    def _first_changed(self, length: int) -> tuple[Node, int] | None:
-        """Return the first constant that is not prefix-consistent, and the shorter length at which it differs."""
-        long = self.at(length)
+    def _changed(self, length: int) -> dict[Node, int]:
+        """Return the constants that are not prefix-consistent, and the shorter length at which each differs first."""
+        long, changed = self.at(length), dict[Node, int]()
         for shorter, nodes in ((1, self.invariant), (PROBE_LENGTH, None), (length // 2 + 1, None)):
             short = self.at(min(shorter, length), nodes)
             for node in short:
-                if not self._is_corner(node, short[node], long[node], length):
-                    return node, shorter
-        return None
+                if node not in changed and not self._is_corner(node, short[node], long[node], length):
+                    changed[node] = shorter
+        return changed
+
+    def _can_be_replaced(self, nodes: Iterable[Node], length: int) -> bool:
+        """Return whether the model gives the same results with the tables of this length in the place of its own.
+
+        Cost: two forwards at each of some lengths, with two rows.
+        """
+        captured, solver, long = self.solver.captured, self.solver, self.at(length)
+        generator = torch.Generator().manual_seed(0)
+        results = [captured.output, *captured.extras.values()]
+        for size in (n for n in REPLACED_LENGTHS if n <= length):
+            inputs = {name: solver.values[node] for name, node in captured.inputs.items()}
+            step: torch.Tensor = inputs[captured.step_name or ""]
+            inputs[captured.step_name or ""] = step[:, torch.randint(step.shape[1], (size,), generator=generator)]
+            corners = {node: self._corner(node, long[node], size, length) for node in nodes}
+            try:
+                own, others = run(captured, inputs), run(captured, inputs, corners)
+            except (RuntimeError, IndexError):
+                return False
+            for node in results:
+                scale = float(own[node].abs().max())
+                if not torch.allclose(own[node], others[node], rtol=0, atol=MAX_REPLACED_ROUNDING * scale):
+                    return False
+        return True
+
+    def _corner(self, node: Node, long: torch.Tensor, size: int, length: int) -> torch.Tensor:
+        for axis in self.solver.time_axes(node):
+            long = self.solver.layout(node, axis).restrict(long, axis, length, 0, size)
+        return long
 
     def _is_corner(self, node: Node, short: torch.Tensor, long: torch.Tensor, length: int) -> bool:
         """Return whether a constant is the corner of its value `long` at `length`."""
-        for axis in self.solver.time_axes(node):
-            layout = self.solver.layout(node, axis)
-            long = layout.restrict(long, axis, length, 0, short.shape[axis] - layout.rows(0))
+        axes = self.solver.time_axes(node)
+        if axes:
+            layout = self.solver.layout(node, axes[0])
+            long = self._corner(node, long, short.shape[axes[0]] - layout.rows(0), length)
         if not short.is_floating_point():
             return torch.equal(short, long)
         return torch.allclose(short, long, rtol=1e-5, atol=1e-6, equal_nan=True)
