@@ -100,20 +100,25 @@ class _Tracer:
             except (DisagreementError, *FORWARD_FAILURES) as error:
                 failure = error
                 break
-            self._add_sample(samples, wrong, rows)
+            if not self._add_sample(samples, wrong, rows):
+                break
         if limited is None and failure is not None:
             raise failure
         assert limited is not None
         return limited
 
-    def _add_sample(self, samples: list[Sizes], sizes: Sizes, rows: int) -> None:
-        """Add the sizes at which a program is wrong. Tables are those of the last sample, so its lengths are greatest.
+    def _add_sample(self, samples: list[Sizes], sizes: Sizes, rows: int) -> bool:
+        """Add the sizes at which a program is wrong; return False if they are recorded already.
 
-        A batch of one row may run other operations, so its length is recorded with more rows.
+        Tables are those of the last sample, so its lengths are the greatest. A batch of one row may run other
+        operations, so its length is recorded with more rows.
         """
         sample = rows if sizes[0] == 1 else sizes[0], *sizes[1:]
+        if any(sample[1:] == other[1:] for other in samples):
+            return False
         is_longest = all(one >= other for one, other in zip(sample[1:], samples[-1][1:], strict=True))
         samples.insert(len(samples) if is_longest else 0, sample)
+        return True
 
     def _course_at(self, sizes: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
         """Return the module of the recordings at these sizes, if it is right elsewhere too, or up to a length.
