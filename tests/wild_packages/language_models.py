@@ -150,13 +150,7 @@ def one(package: str, model: str, build: Any, name: str = "x", **more: Any) -> E
 
 ENTRIES = [
     one("x-transformers", "TransformerWrapper, grouped queries", x_transformer),
-    one(
-        "x-transformers",
-        "TransformerWrapper, ALiBi, shifted tokens",
-        x_alibi,
-        refusal="was not foreseen",
-        why="not traced: keeps a table in a buffer, and shifts by a size",
-    ),
+    one("x-transformers", "TransformerWrapper, ALiBi, shifted tokens", x_alibi),
     one("torchtune", "llama3", tune_llama, "tokens"),
     one("torchtune", "gemma2, window, soft-capping", tune_gemma, "tokens", seed=5),
     one("litgpt", "GPT, as Llama", lit_llama, "idx"),

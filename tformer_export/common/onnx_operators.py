@@ -231,7 +231,7 @@ def running_logsumexp(value: torch.Tensor, axis: int, max_length: int) -> torch.
     axis, length = axis % value.dim(), value.shape[axis]
     before = [0] * (2 * (value.dim() - 1 - axis))
     for i in range(max(1, max_length - 1).bit_length()):
-        step = torch.sym_min(1 << i, length)
+        step = torch.sym_min(1 << i, length)  # type: ignore[no-untyped-call]
         earlier = torch.nn.functional.pad(value, [*before, step, 0], value=-math.inf).narrow(axis, 0, length)
         distance = -(value - earlier).abs()
         distance = torch.where(distance.isnan(), 0.0, distance)  # of two infinite sums
