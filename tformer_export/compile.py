@@ -247,7 +247,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         if not graph.at_one_length and (passed := runs_beyond(graph, source)):
             graph = _trace_beyond(source, graph, passed, hidden_states, max_length)
             required = max_length or source.max_length
-            if required is not None and (graph.time_limit or required) < required:
+            if not hidden_states and required is not None and (graph.time_limit or required) < required:
                 graph = _trace_at_one_length(source, required) or graph
     except UnsupportedModelError:
         rehearse(source)  # if forward fails by itself, report that error instead
