@@ -116,6 +116,41 @@ def test_projection_outside_forward_is_in_the_file(tmp_path: Path) -> None:
     assert list(Model.load(path, "cpu").generate([5, 6, 7], max_new_tokens=NUM_TOKENS).token_ids) == expected
 
 
+class OfTraining(Translator):
+    """forward takes the whole target and drops its last token, so that the rest predicts the rows that follow."""
+
+    def forward(self, src, src_mask, tgt):
+        return super().forward({"src": src, "src_mask": src_mask, "tgt": tgt[:, :-1]})["logits"]
+
+
+class OfTrainingAndShift(OfTraining):
+    """The rows stand for the tokens themselves, as the token before each predicts it."""
+
+    def forward(self, src, src_mask, tgt):
+        return super().forward(src, src_mask, F.pad(tgt[:, :-1], (1, 0), value=START))
+
+
+def test_forward_that_drops_the_last_token_gives_logits_after_each(tmp_path: Path) -> None:
+    model, path = seeded(OfTraining()), tmp_path / "model.onnx"
+    example, masks = {"src": IDS, "tgt": IDS}, {"src_mask": padding("src", dtype=torch.int64)}
+    export(model, path, example, "tgt", masks=masks, special_tokens=SPECIAL, max_length=BLOCK)
+
+    def logits(source: list[int], ids: list[int]) -> torch.Tensor:
+        src = torch.tensor([source])
+        return model(src, torch.ones_like(src), torch.tensor([[*ids, 5]]))[0]
+
+    sources = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in sources]
+    results = Model.load(path, "cpu", threads=1).generate_batch(sources, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+def test_rows_that_do_not_stand_for_the_tokens_before_them_are_refused(tmp_path: Path) -> None:
+    model, masks = seeded(OfTrainingAndShift()), {"src_mask": padding("src", dtype=torch.int64)}
+    with pytest.raises(UnsupportedModelError, match=r"returns \(batch, time - 1, 53\) first"):
+        export(model, tmp_path / "model.onnx", {"src": IDS, "tgt": IDS}, "tgt", masks=masks, special_tokens=SPECIAL)
+
+
 class Captioner(TinyDecoder):
     """A decoder that reads patches of a picture (batch, 3, 32, 32) by cross-attention."""
 

@@ -14,6 +14,7 @@ from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.base import Source, as_float32, build_mask, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.containers import open_containers
+from tformer_export.sources.call.dropped_position import drops_last_position
 from tformer_export.sources.call.encode_decode import callable_module
 from tformer_export.sources.call.free_axes import Axes, AxisProbe
 from tformer_export.sources.call.heads import find_heads
@@ -71,6 +72,7 @@ def from_module(
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
+    call = replace(call, drops_last=drops_last_position(adapter, inputs))
     if written:
         call = call.with_fresh_caches(written, tensors, free.axes)
     if step_input is None and adapter.layouts:
@@ -105,6 +107,7 @@ class _Call:
     numbers: Sequence[str]
     caches: Mapping[str, int] = field(default_factory=dict)
     row_axes: Sequence[int] = ()
+    drops_last: bool = False
 
     @property
     def keeps(self) -> dict[str, str]:
@@ -143,6 +146,7 @@ class _Call:
             self.caches,
             self.row_axes,
             self.numbers,
+            self.drops_last,
         )
         return adapter, inputs
 

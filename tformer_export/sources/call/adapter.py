@@ -29,6 +29,8 @@ class Adapter(nn.Module):
     caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
+    drops_last: whether forward drops the last position of the step input itself, as code for training does. Each call
+        then has one position more.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Adapter(nn.Module):
         caches: Mapping[str, int] | None = None,
         row_axes: Sequence[int] = (),
         numbers: Sequence[str] = (),
+        drops_last: bool = False,
     ) -> None:
         super().__init__()
-        self.module, self.flat_logits, self.heads = module, flat_logits, tuple(heads)
+        self.module, self.flat_logits, self.heads, self.drops_last = module, flat_logits, tuple(heads), drops_last
         self.caches, self.row_axes, self.numbers = dict(caches or {}), tuple(row_axes), tuple(numbers)
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
@@ -85,6 +88,9 @@ class Adapter(nn.Module):
     def _call(self, *inputs: torch.Tensor) -> Any:
         tensors: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
         keeps = {name: tensors.pop(keep) for name, keep in self.keeps.items()}
+        if self.drops_last and self.step is not None:
+            step = tensors[self.step]
+            tensors[self.step] = nn.functional.pad(step, (*[0, 0] * (step.dim() - 2), 0, 1))
         lengths: dict[Axis, int] = {name: value.shape[1] for name, value in tensors.items() if value.dim() > 1}
         arguments = {**tensors, **self.fixed_arguments}
         for name, mask in self.derived.items():
