@@ -39,6 +39,7 @@ from tformer_export.capture.trace_patches import (
     rows_left,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
+from tformer_export.common.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
@@ -358,6 +359,7 @@ def _trace(
         causal_mask_hints_kept(),
         copies_of_functions_run(),
         data_detached(),
+        equal_sizes_known(),
         functions_of_sizes(),
         functions_with_free_sizes(),
         masked_writes(),

@@ -16,6 +16,7 @@ import torch
 from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
+from tformer_export.common.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
@@ -91,6 +92,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         warnings.catch_warnings(),
         torch.no_grad(),
         quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
+        equal_sizes_known(),
         _exact_constants(),
         _one_sentence_errors(),
     ):

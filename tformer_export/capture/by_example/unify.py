@@ -280,28 +280,48 @@ class _Unifier:
         return Call(aten.full.default, (list(shape), entry), {"dtype": values[0].dtype})
 
     def _table(self, values: Sequence[torch.Tensor]) -> Any:
-        """Return a slice of the last constant, which is the longest; it is repeated for all rows of a batch."""
+        """Return a slice of the last constant, which is the longest; it is repeated for all rows of a batch.
+
+        An axis of the batch may be merged with others, such as the heads, which are the same in all rows.
+        """
         shape = self._shape(values)
         if shape is None:
             return None
-        for axis, size in enumerate(shape):
-            if size.terms == BATCH:
-                values = [v.narrow(axis, 0, 1) for v in values if _equal(v, v.narrow(axis, 0, 1).expand_as(v))]
-        if len(values) < len(self.sizes):
-            return None
+        own = {axis: size.terms[0][0] for axis, size in enumerate(shape) if _counts_rows(size)}
+        for axis, block in own.items():
+            rows = [value.narrow(axis, 0, block) for value in values]
+            if not all(
+                _equal(v, _repeated(r, axis, v.shape[axis] // block)) for v, r in zip(values, rows, strict=True)
+            ):
+                return None
+            values = rows
         table = values[-1].clone()
         for value in values:
             if any(size > limit for size, limit in zip(value.shape, table.shape, strict=True)):
                 return None
             if not is_same(table[tuple(slice(size) for size in value.shape)], value):  # products round by their sizes
                 return None
-        one_row = tuple(SizeExpression((), 1) if size.terms == BATCH else size for size in shape)
         self.has_tables = True
+        one_row = tuple(SizeExpression((), own[i]) if i in own else size for i, size in enumerate(shape))
         found = Slice(table, one_row)
-        return found if one_row == shape else Call(aten.expand.default, (found, list(shape)), {})
+        if not own:
+            return found
+        if set(own.values()) == {1}:
+            return Call(aten.expand.default, (found, list(shape)), {})
+        times = [SizeExpression(BATCH, 0) if axis in own else 1 for axis in range(len(shape))]
+        return Call(aten.repeat.default, (found, times), {})
 
     def _disagreement(self, reason: str) -> DisagreementError:
         return DisagreementError(reason, self.line)
+
+
+def _counts_rows(size: SizeExpression) -> bool:
+    """Return whether a size is a multiple of the batch size."""
+    return len(size.terms) == 1 and size.terms[0][1] == BATCH[0][1] and not size.offset and size.divisor == 1
+
+
+def _repeated(value: torch.Tensor, axis: int, times: int) -> torch.Tensor:
+    return value.repeat([times if i == axis else 1 for i in range(value.dim())])
 
 
 def _both_nan(one: Any, other: Any) -> bool:

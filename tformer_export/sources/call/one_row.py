@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tformer_export.common.derived_inputs import BATCH, Mask
 from tformer_export.sources.call.outputs import all_outputs
@@ -39,7 +41,8 @@ class OverRows(nn.Module):
 class RowByRow(nn.Module):
     """A module that runs another for each row alone, as a batch of one row (`torch.vmap`). Inputs have the batch first.
 
-    It computes the same if no row depends on the others. So code that loops over the rows has one row.
+    It computes the same if no row depends on the others. So code that loops over the rows has one row. Writes into a
+    tensor of this code's own, which has no axis of the batch, become new tensors that have one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,7 +55,20 @@ class RowByRow(nn.Module):
             outputs = self.module(*(row.unsqueeze(0) for row in rows))
             return tuple(out.squeeze(0) for out in outputs) if isinstance(outputs, tuple) else outputs.squeeze(0)
 
-        return torch.vmap(run)(*inputs)
+        with _mapped_as_one_operation():
+            return torch.vmap(torch.func.functionalize(run))(*inputs)
+
+
+@contextmanager
+def _mapped_as_one_operation() -> Iterator[None]:
+    """Let `torch.vmap` map copies and attention as operations on all rows. By itself it loops over the rows."""
+
+    def copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return source.to(self.dtype).expand(self.shape).clone()
+
+    with torch.library._scoped_library("aten", "IMPL") as library, sdpa_kernel(SDPBackend.MATH):
+        library.impl("copy", copy, "FuncTorchBatched")
+        yield
 
 
 def batch_axes_of(example: Mapping[str, torch.Tensor], masks: Mapping[str, Mask]) -> dict[str, int]:
