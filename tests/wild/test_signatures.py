@@ -151,6 +151,42 @@ def test_rows_that_do_not_stand_for_the_tokens_before_them_are_refused(tmp_path:
         export(model, tmp_path / "model.onnx", {"src": IDS, "tgt": IDS}, "tgt", masks=masks, special_tokens=SPECIAL)
 
 
+class ReshapedByOtherRows(TinyDecoder):
+    """The heads of keys are merged with the rows of the queries' batch, as torch does. Padded frames are zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(4, WIDTH, bias=False)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, frames, mask, ids):
+        batch, time = ids.shape
+        x = self.tokens(ids) + self.positions(torch.arange(time))
+        x = x + self.mix(self.norm(x), ids)
+        memory = self.enter(frames * mask[..., None]).transpose(0, 1).contiguous()
+        q, k, v = self.query(x.transpose(0, 1).contiguous()), self.key(memory), self.value(memory)
+        q = q.view(time, batch * HEADS, -1).transpose(0, 1)
+        k, v = (p.view(p.shape[0], batch * HEADS, WIDTH // HEADS).transpose(0, 1) for p in (k, v))
+        attended = (torch.bmm(torch.bmm(q, k.transpose(1, 2)) / WIDTH, v)).transpose(0, 1).reshape(time, batch, WIDTH)
+        return self.head(self.final_norm(x + attended.transpose(0, 1)))
+
+
+def test_keys_that_are_reshaped_by_the_rows_of_another_input_export(tmp_path: Path) -> None:
+    model, path = seeded(ReshapedByOtherRows()), tmp_path / "model.onnx"
+    example, masks = {"frames": torch.randn(2, 7, 4), "ids": IDS}, {"mask": padding("frames", dtype=torch.float32)}
+    export(model, path, example, "ids", masks=masks, special_tokens=SPECIAL, max_length=BLOCK)
+    generator = np.random.default_rng(1)
+    sources = [generator.standard_normal((length, 4)).astype("float32") for length in (6, 9, 3)]
+
+    def logits(source: np.ndarray, ids: list[int]) -> torch.Tensor:
+        frames = torch.from_numpy(source)[None]
+        return model(frames, torch.ones(frames.shape[:2]), torch.tensor([ids]))[0]
+
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in sources]
+    results = Model.load(path, "cpu", threads=1).generate_batch(sources, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
 class Captioner(TinyDecoder):
     """A decoder that reads patches of a picture (batch, 3, 32, 32) by cross-attention."""
 

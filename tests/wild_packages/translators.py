@@ -54,11 +54,10 @@ ENTRIES = [
     Entry(
         "deep-phonemizer", "AutoregressiveTransformer", phonemes, {"text": ids(), "phonemes": ids()}, "phonemes",
         wrap=in_a_batch, reads=whole,
-        refusal="(batch, time - 1, 61) first", why="drops the last token itself",
     ),
     Entry("openai-whisper", "Whisper", whisper, {"mel": numbers(8, 24), "tokens": ids()}, "tokens"),
     Entry(
-        "speechbrain", "TransformerASR", speech_brain, {"src": numbers(None, 16), "tgt": ids()}, "tgt",
-        told={"output": 1}, refusal="that it cannot see", why="a size of the step follows from a free axis",
+        "speechbrain", "TransformerASR", speech_brain, {"src": numbers(24, 16), "tgt": ids()}, "tgt",
+        told={"output": 1, "axes": {"src": (0,)}}, seed=1,
     ),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, P
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.capture.by_example.recording import record
+from tformer_export.capture.equal_batches import batches_are_equal, mixes_batches
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
@@ -171,9 +173,13 @@ def capture(
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     with TORCH_PATCH_LOCK:
         traced = _trace_or_refuse(module, sized, shapes, step_input)
+        rows = [number for number, name in enumerate(sized) if 0 in free[name]]
+        batches = [meta(_inputs(traced.program)[number]).shape[0] for number in rows]
+        if mixes_batches(traced.program.graph, batches):
+            with suppress(TraceFailedError, UnsupportedModelError), batches_are_equal(module, rows):
+                traced = _trace_or_refuse(module, sized, shapes, step_input)
     program = traced.program
     constants = _constants(program)
-    placeholders = [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in constants]
     graph = clean_graph(program, assertions=traced.branch_refusal is None)
     first, *others = _outputs(program, _output_values(graph))
     _output_node(graph).args = ((first, *others[: len(extra_names)]),)
@@ -281,6 +287,11 @@ def _needed_for_outputs(program: torch.export.ExportedProgram) -> set[Node]:
             needed.add(node)
             todo.extend(node.all_input_nodes)
     return needed
+
+
+def _inputs(program: torch.export.ExportedProgram) -> list[Node]:
+    constants = _constants(program)
+    return [n for n in program.graph.nodes if n.op == "placeholder" and n.name not in constants]
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
