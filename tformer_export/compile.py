@@ -262,9 +262,10 @@ def _trace_beyond(
 ) -> CapturedGraph:
     """Trace again where forward runs on longer inputs than the limits of a trace allow.
 
-    The limit may be that of a table of an earlier run, which forward makes anew when it needs a longer one. So the model
-    is traced without one, or else with one of the greatest length. Or the limit is that of a branch, such as
-    `if window >= time`. The way of longer inputs is then compared with forward at shorter ones (`refuse_other_courses`).
+    The limit may be that of a table of an earlier run, which forward makes anew when it needs a longer one. So the
+    model is traced without one, or else with one of the greatest length. Or the limit is that of a branch, such as
+    `if window >= time`. The way of longer inputs is then traced, and compared with forward at shorter ones
+    (`refuse_other_courses`).
 
     passed: inputs on which forward runs, and which exceed a limit.
     """

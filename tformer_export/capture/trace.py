@@ -37,6 +37,7 @@ from tformer_export.capture.trace_patches import (
     functions_with_free_sizes,
     lines_of_helpers_recorded,
     rows_left,
+    small_constants_known,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import distinct_sizes
@@ -360,6 +361,7 @@ def _trace(
         masked_writes(),
         rows_left(),
         lines_of_helpers_recorded(),
+        small_constants_known(),
     ):
         warnings.simplefilter("ignore")
 
