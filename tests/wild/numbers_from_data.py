@@ -40,7 +40,17 @@ class LengthOfText(TinyDecoder):
         return super().feed_forward(x) * len(f"{x.sum().item():.0f}")
 
 
+class NumbersInATensor(TinyDecoder):
+    """Sizes that do not vary go through a tensor, of which Python reads them."""
+
+    def feed_forward(self, x):
+        width, parts = torch.tensor([x.shape[-1], 3]) // torch.tensor([3, 1])
+        order = torch.arange(width) + torch.arange(parts)[:, None] * width
+        return super().feed_forward(x)[..., order.flip(0).flatten()]
+
+
 CASES = [
+    Case("numbers-in-a-tensor", NumbersInATensor),
     Case("asserted", Asserted, exports_file=True),
     Case("reported", Reported),
     Case("sign-by-id", SignByLargestId, refusal="reads a number out of its data into Python"),

@@ -39,6 +39,7 @@ from tformer_export.capture.trace_patches import (
     functions_with_free_sizes,
     lines_of_helpers_recorded,
     rows_left,
+    small_constants_known,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.equal_sizes import equal_sizes_known
@@ -376,6 +377,7 @@ def _trace(
         masked_writes(),
         rows_left(),
         lines_of_helpers_recorded(),
+        small_constants_known(),
     ):
         warnings.simplefilter("ignore")
 

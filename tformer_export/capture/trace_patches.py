@@ -14,11 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch.fx.proxy import TracerBase
 
 from tformer_export.common.source_lines import is_users_file
 
 ROOT = 0.5
+KNOWN_ELEMENTS = 64  # of a constant tensor whose numbers Python may read
 LOGARITHMS = {"log": torch.log, "log2": torch.log2, "log10": torch.log10}
 
 
@@ -167,6 +169,21 @@ def copies_of_functions_run() -> Iterator[None]:
     finally:
         for module, function in replaced:
             setattr(module, function, getattr(torch.overrides, function))
+
+
+@contextmanager
+def small_constants_known() -> Iterator[None]:
+    """Let torch.export know the numbers in small tensors that forward makes of numbers.
+
+    Python may then read them, as in `h, w = torch.tensor(image.shape[2:]) // 8`. torch itself knows them in tensors of one
+    element.
+    """
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN_ELEMENTS
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
 
 
 @contextmanager

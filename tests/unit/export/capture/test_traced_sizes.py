@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.small_models import Mixer, Small, captured_of
 from torch import nn
 
 from tformer_export.analysis.interpreter import run
@@ -56,3 +57,16 @@ def test_size_through_a_tensor_is_traced(module, length):
 def test_data_are_not_sizes():
     captured = capture(from_module(Data().eval(), {"ids": IDS}, None).module, {"ids": IDS}, None)
     assert any(node.target is aten.item.default for node in captured.nodes)
+
+
+class FromTensor(Mixer):
+    """A size that does not vary goes through a tensor, of which Python reads it."""
+
+    def forward(self, x, tgt):
+        width, half = torch.tensor([x.shape[-1], 2]) // torch.tensor([1, 1])
+        return x * torch.arange(int(width) // int(half)).repeat(2)
+
+
+def test_numbers_of_a_small_constant_tensor_are_numbers():
+    captured = captured_of(Small(FromTensor))
+    assert not any("item" in str(node.target) for node in captured.nodes)
