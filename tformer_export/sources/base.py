@@ -40,6 +40,7 @@ class Source:
     task: its task, by transformers' names.
     masks: inputs that the runtime derives from the lengths of another input: padding masks, (batch, time). Each is in
         `example` as well.
+    has_lengths_alone: whether forward gets lengths in place of each of these masks.
     axes: name of an input → its free axes, where they are not batch and time.
     special_tokens: ids that decoding starts from and ends with, and the padding.
     tokenizers: input name → text in tokenizers' JSON format.
@@ -72,6 +73,7 @@ class Source:
     name: str
     task: str
     masks: dict[str, Mask] = field(default_factory=dict)
+    has_lengths_alone: bool = False
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
     tokenizers: Mapping[str, str] = field(default_factory=dict)

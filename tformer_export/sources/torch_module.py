@@ -85,6 +85,7 @@ def from_module(
         name=type(module).__name__,
         task=task or _default_task(tensors, step_input, series),
         masks=call.keep_masks,
+        has_lengths_alone=all(mask.kind == "lengths" for mask in described.values() if mask.depends_on_padding),
         axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
         min_lengths=free.min_lengths,
         special_tokens=special_tokens or SpecialTokens(),

@@ -195,7 +195,9 @@ class ParityGate(InputDraws):
         try:
             self._run_rows(engine, RAGGED_ROWS, RAGGED_LENGTHS, ragged_report)
         except ParityError:
-            if self.source.masks:  # the user declared that they hide padding
+            # The user declared that masks hide padding, and may have described one the wrong way round. Lengths have
+            # no other way round: forward reads padding in spite of them, and rows of one length have none.
+            if self.source.masks and not self.source.has_lengths_alone:
                 raise
             report.ragged = False
             return
