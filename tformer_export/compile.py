@@ -14,14 +14,12 @@ last one hold `TORCH_PATCH_LOCK`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
-import torch
 from torch.fx import Node
 
 from tformer_export.analysis.attention_patterns import Recognition, recognise
@@ -29,51 +27,22 @@ from tformer_export.analysis.attention_weights import AttentionSelection, add_at
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests
 from tformer_export.analysis.determinism import (
-    check_devices,
-    refuse_half,
     refuse_mixed_rows,
     refuse_not_finite,
-    refuse_random,
-    refuse_random_module,
-    rehearse,
-    warm_up,
 )
 from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
-from tformer_export.analysis.last_position import keep_all_positions
 from tformer_export.analysis.own_caches import keep_written_keys
-from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.size_branches import (
-    gives_at,
-    limit_by_branches,
-    limit_lengths,
-    refuse_other_courses,
-    refuse_short_limits,
-    runs_beyond,
-    stretch,
-)
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
-from tformer_export.capture.at_one_length import at_one_length
-from tformer_export.capture.by_example.draws import InputDraws
-from tformer_export.capture.by_example.rebuild import RebuiltModule
-from tformer_export.capture.by_example.trace import trace_by_example
-from tformer_export.capture.by_example.unify import LoopError
-from tformer_export.capture.masked_writes import masked_writes
-from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_modules
 from tformer_export.capture.trace import (
     CapturedGraph,
-    TraceFailedError,
-    capture,
     merge_equal_nodes,
 )
-from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
-from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
-from tformer_export.common.fx_nodes import DENSE_SIZES, line_of_trace, meta, source_line
+from tformer_export.common.fx_nodes import meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
-from tformer_export.common.module_state import unchanged
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
 from tformer_export.lowering.manifest import describe
@@ -82,7 +51,6 @@ from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.passes import run_passes
 from tformer_export.passes.names import CONTEXT, ENCODED
 from tformer_export.sources import Source
-from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.difference_locator import DifferenceLocator
@@ -92,9 +60,10 @@ from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
 from tformer_export.staging.restriction import RestrictionSolver
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import DEFAULT_LENGTH, Table, is_causal_alone, make_tables
+from tformer_export.staging.tables import Table, is_causal_alone, make_tables
+from tformer_export.trace_source import CapturedModel, capture_model
 from tformer_runtime.base.errors import OptionError, UnsupportedModelError
-from tformer_runtime.format.manifest import HIDDEN_STATES, Manifest
+from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
 Phase = Callable[[str], AbstractContextManager[None]]  # entered with the name of each phase, to time it or report it
@@ -107,18 +76,6 @@ def _no_phase(name: str) -> AbstractContextManager[None]:
 
 
 # -- the results of the steps -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CapturedModel:
-    """A source with its traced graph, which gives equal results for equal inputs.
-
-    gives_last: whether the source returns logits of the last position alone. The graph returns logits of all positions.
-    """
-
-    source: Source
-    graph: CapturedGraph
-    gives_last: bool
 
 
 @dataclass
@@ -228,187 +185,6 @@ def analyse(
         return analyse_model(captured, target, max_length, cross_attentions, half, attentions)
 
 
-# -- source → captured ------------------------------------------------------------------------------------------------
-
-
-def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length: int | None = None) -> CapturedModel:
-    """Trace a source, with the outputs of the submodules `hidden_states`.
-
-    max_length: the longest sequence; None for the default.
-
-    Raises UnsupportedModelError for a model that cannot be traced, or whose results are not the same for the same
-    inputs.
-    """
-    check_devices(source)
-    try:
-        with unchanged(source.module):
-            warm_up(source, source.example)
-            graph = trace_source(source, hidden_states, max_length)
-        if not graph.at_one_length and (passed := runs_beyond(graph, source)):
-            graph = _trace_beyond(source, graph, passed, hidden_states, max_length)
-            required = max_length or source.max_length
-            if not hidden_states and required is not None and (graph.time_limit or required) < required:
-                graph = _trace_at_one_length(source, required) or graph
-    except UnsupportedModelError:
-        rehearse(source)  # if forward fails by itself, report that error instead
-        raise
-    place_by_count(graph)
-    refuse_half(graph)
-    refuse_random(graph, rehearse(source))
-    refuse_short_limits(graph, source)
-    return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
-
-
-def _trace_beyond(
-    source: Source,
-    traced: CapturedGraph,
-    passed: Mapping[str, torch.Tensor],
-    hidden_states: Sequence[str],
-    max_length: int | None,
-) -> CapturedGraph:
-    """Trace again where forward runs on longer inputs than the limits of a trace allow.
-
-    - The limit may be that of a table of an earlier run, which forward makes anew when it needs a longer one. So the
-      model is traced without one, or else with one of the greatest length.
-    - It may be that of a branch, such as `if window >= time`. So the way of longer inputs is traced, and compared with
-      forward at shorter ones (`refuse_other_courses`).
-    - Python may have made a number of a size, such as `int(np.ceil(size / 4))`, and the trace has that of the example.
-      So the model is traced by example.
-
-    If each trace has limits, the first one is returned.
-
-    passed: inputs on which forward runs, and which exceed a limit.
-    """
-    longest = max_length or source.max_length or DEFAULT_LENGTH
-    limit = max((limit for limit in traced.limits.values() if limit < longest), default=0)
-    longer = stretch(passed, source, longest)
-    for inputs, above, by_example in ((None, 0, False), (longer, 0, False), (None, limit, False), (None, 0, True)):
-        with unchanged(source.module), suppress(UnsupportedModelError):
-            if inputs is not None:
-                warm_up(source, inputs)
-            graph = _trace_at_any_length(source, hidden_states, longest, above, by_example)
-            if not runs_beyond(graph, source, longest):
-                return graph
-    return traced
-
-
-def _trace_at_any_length(
-    source: Source, hidden_states: Sequence[str], longest: int, above: int = 0, by_example: bool = False
-) -> CapturedGraph:
-    """Trace a source by torch.export or, if that fails or is not wanted, by example.
-
-    above: the lengths of the trace exceed this one.
-    """
-    module, names = source.module, source.outputs[1:]
-    if hidden_states:
-        watched = find_modules(source.users_module, hidden_states)
-        module = WithSubmoduleOutputs(source.module, watched, 1 + len(names))
-        module.training = False
-        names = (*names, *(f"{HIDDEN_STATES}.{name}" for name in watched))
-
-    def trace(traced: torch.nn.Module) -> CapturedGraph:
-        rest = source.axes, names, max(source.min_drawn_length, math.ceil(above / DRAWN_LENGTH_FACTOR))
-        with unchanged(source.module):  # a trace that fails may leave its tensors in buffers
-            graph = capture(traced, source.example, source.step_input, *rest)
-        limit_by_branches(graph, longest)
-        refuse_other_courses(graph, source)
-        return graph
-
-    failure: TraceFailedError | UnsupportedModelError = UnsupportedModelError("tracing by example fails")
-    if not by_example:
-        try:
-            return trace(module)
-        except (TraceFailedError, UnsupportedModelError) as error:
-            failure = error
-    repeats = rehearse(source).repeats
-    if not repeats:
-        refuse_random_module(source)
-    for candidate in (module, RowByRow(module)) if repeats else ():  # the code may loop over the rows
-        try:
-            rebuilt = _rebuild(candidate, source, longest)
-        except LoopError as error:
-            raise UnsupportedModelError(explain_loop(error)) from error
-        if rebuilt is None:
-            continue
-        with suppress(TraceFailedError, UnsupportedModelError):
-            graph = trace(rebuilt)
-            if rebuilt.max_length is not None:
-                limit_lengths(graph, rebuilt.max_length)
-            return graph
-    if isinstance(failure, TraceFailedError):
-        raise UnsupportedModelError(failure.explain()) from failure.__cause__
-    raise failure
-
-
-def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:
-    """Trace a source at any length or, if that fails, at its greatest length alone."""
-    longest = max_length or source.max_length or DEFAULT_LENGTH
-    try:
-        return _trace_at_any_length(source, hidden_states, longest)
-    except UnsupportedModelError:
-        graph = None if hidden_states else _trace_at_one_length(source, longest)
-        if graph is None:
-            raise
-        return graph
-
-
-def _trace_at_one_length(source: Source, longest: int) -> CapturedGraph | None:
-    """Trace a module that runs at the greatest length for any sequence; None if its results are not the source's."""
-    step = source.step_input
-    if step is None or source.masks or source.example[step].dim() < 2:
-        return None
-    module = at_one_length(source.module, source.example, step, longest)
-    if module is None:
-        return None
-    try:
-        with unchanged(source.module):
-            names, rest = source.outputs[1:], (source.axes, source.min_drawn_length)
-            graph = capture(module, source.example, step, rest[0], names, rest[1])
-    except (TraceFailedError, UnsupportedModelError):
-        return None
-    if graph.time is None or graph.branch_refusal is not None:
-        return None
-    graph.limits[graph.time] = longest
-    graph.at_one_length = True
-    lengths = {*range(1, DENSE_SIZES), longest // 3, longest // 2 + 1, longest - 1, longest}
-    return graph if gives_at(graph, source, sorted(n for n in lengths if 0 < n <= longest)) else None
-
-
-def _without_padding(source: Source, graph: CapturedGraph) -> Source:
-    """Return the source with generation options that exclude padding, which forward hides from all later positions."""
-    pad, width = source.special_tokens.pad_token_id, meta(graph.output).shape[-1]
-    suppressed = source.generation_defaults.get("suppress_tokens") or []
-    if pad is None or pad >= width or pad in suppressed:
-        return source
-    defaults = {**source.generation_defaults, "suppress_tokens": [*suppressed, pad]}
-    return replace(source, generation_defaults=defaults)
-
-
-def explain_loop(error: LoopError) -> str:
-    """Return two sentences about a loop over positions that cannot be written as one operation."""
-    line = line_of_trace(error.stack_trace)
-    return (
-        f"the loop over positions{line and f' at {line}'} cannot be exported: {error}. Each run has to do the same "
-        "operations on the rows of its position, on values that all positions share, and on values of the run before, "
-        "which keep their shape"
-    )
-
-
-def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> RebuiltModule | None:
-    """Return a module that computes the same and that torch.export can trace; None if there is none."""
-    axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
-    padding = source.special_tokens.pad_token_id
-    draws = InputDraws(
-        source.example,
-        size_groups(source.example, axes, source.step_input),
-        source.step_input,
-        source.masks,
-        frozenset() if padding is None else frozenset({padding}),
-    )
-    with lines_of_helpers_recorded(), copies_of_functions_run(), masked_writes():
-        return trace_by_example(module, draws, source.min_drawn_length, max_length)
-
-
 # -- captured → analysed ----------------------------------------------------------------------------------------------
 
 
@@ -450,6 +226,16 @@ def analyse_model(
     return AnalysedModel(
         source, target, graph, level, extras, inputs, recognition, captured.gives_last, max_length, half, series
     )
+
+
+def _without_padding(source: Source, graph: CapturedGraph) -> Source:
+    """Return the source with generation options that exclude padding, which forward hides from all later positions."""
+    pad, width = source.special_tokens.pad_token_id, meta(graph.output).shape[-1]
+    suppressed = source.generation_defaults.get("suppress_tokens") or []
+    if pad is None or pad >= width or pad in suppressed:
+        return source
+    defaults = {**source.generation_defaults, "suppress_tokens": [*suppressed, pad]}
+    return replace(source, generation_defaults=defaults)
 
 
 def _without(extras: list[AuxiliaryOutput], names: Sequence[str]) -> list[AuxiliaryOutput]:

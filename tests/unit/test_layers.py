@@ -22,8 +22,8 @@ RUNTIME = {
     "cli": ("base", "format", "preprocess", "decoding", "tasks", ""),
 }
 PIPELINE = (
-    "common", "sources", "capture", "analysis", "staging", "passes", "lowering", "compile", "options", "verify",
-    "calibration", "shortlist", "quantize", "tune", "",
+    "common", "sources", "capture", "analysis", "staging", "passes", "lowering", "trace_source", "compile", "options",
+    "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

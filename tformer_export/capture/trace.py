@@ -42,7 +42,7 @@ from tformer_export.capture.trace_patches import (
     small_constants_known,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
-from tformer_export.common.equal_sizes import equal_sizes_known
+from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet

@@ -4,7 +4,8 @@ base                 `Source` itself; call/: how forward is called
 load                 SOURCE of the command line → one of these
 torch_module         any nn.Module with an example of its inputs
 checkpoint_source    a `model.pt` of save_checkpoint
-factory              a function that makes a module, alone or with a state dict; a pickled module
+factory              a function that makes a module, alone or with weights; a pickled module
+state_dict           the weights of a module in the file of a training loop
 exported_program     a program of torch.export, in memory or in a `.pt2`
 hugging_face/        a transformers model, in memory or in a folder; task_names: the task of its class
 sentence_encoder     a folder of sentence-transformers

@@ -13,9 +13,10 @@ from tformer_export.analysis.attention_weights import add_cross_attentions, sele
 from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.onnx_writer import save
-from tformer_export.compile import analyse, trace_source
+from tformer_export.compile import analyse
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.auxiliary_outputs import find_auxiliary_outputs
+from tformer_export.trace_source import trace_source
 from tformer_export.verify.parity import ParityGate
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError
