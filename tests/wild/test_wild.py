@@ -61,6 +61,6 @@ def test_report_says_which_models_are_computed_for_all_positions_in_each_step(tm
         (blocks_of_positions, "blocks-padded", None),
     ):
         case = next(case for case in style.CASES if case.name == name)
-        report = export(case.module, tmp_path / "model.onnx", **case.arguments, max_length=16)
+        report = export(case.module, tmp_path / f"{name}.onnx", **case.arguments, max_length=16)
         recomputed = dict(report.rows()).get("recomputed")
         assert recomputed is None if text is None else recomputed is not None and text in recomputed

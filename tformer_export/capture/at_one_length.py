@@ -8,16 +8,18 @@ are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.common.module_state import WriteUndo, unchanged
 
 TRIED_LENGTHS = 5, 6  # at which the outputs show their time axes
+MAX_OPERATIONS = 3000  # a loop over positions that is written out has many thousands, and takes minutes to trace
 
 
 class AtOneLength(nn.Module):
@@ -43,21 +45,36 @@ class AtOneLength(nn.Module):
         return pytree.tree_unflatten(kept, spec)
 
 
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations within a `with` block."""
+
+    operations = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
 def at_one_length(
     module: nn.Module, example: Mapping[str, torch.Tensor], step_input: str, length: int
 ) -> AtOneLength | None:
-    """Return a module that runs at `length`; None if it fails there, or if an output has not one row a position."""
+    """Return a module that runs at `length`.
+
+    Return None if it fails there, if it runs too many operations, or if an output has not one row a position.
+    """
     shapes = []
     for tried in (*TRIED_LENGTHS, length):
         inputs = {name: value[:1] for name, value in example.items()}
         step = inputs[step_input]
         inputs[step_input] = step.index_select(1, torch.arange(tried) % step.shape[1])
         try:
-            with torch.no_grad(), unchanged(module), WriteUndo(module, []):
+            with torch.no_grad(), unchanged(module), WriteUndo(module, []), _Count() as count:  # type: ignore[no-untyped-call]
                 leaves = pytree.tree_leaves(module(*inputs.values()))
         except Exception:  # forward is the user's code
             return None
-        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if count.operations > MAX_OPERATIONS or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return None
         shapes.append([leaf.shape for leaf in leaves])
     time_axes = []
