@@ -417,3 +417,26 @@ def test_named_axis_of_patches_is_tried_at_sizes_that_hold_patches(tmp_path: Pat
         with torch.no_grad():
             expected = model(x[None]).numpy()
         np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=TOLERANCE * max(1, np.ptp(expected)))
+
+
+class FirstStep(Encoder):
+    """A row has the number of its first step, by which a vector is gathered from a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 20, COLUMNS))
+
+    def forward(self, x, step):
+        rows = self.table.repeat_interleave(len(x), 0)
+        return self.encode(x + rows.gather(1, step.repeat_interleave(COLUMNS, -1)))
+
+
+def test_example_may_have_one_id_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = FirstStep().eval(), tmp_path / "model.onnx"
+    example = {"x": torch.randn(2, 6, COLUMNS), "step": torch.zeros(2, 1, 1, dtype=torch.int64)}
+    export(model, path, example, axes={"step": (0,)})
+    (actual,) = Model.load(path, "cpu").predict([{"x": example["x"][0].numpy(), "step": example["step"][0].numpy()}])
+    with torch.no_grad():
+        expected = model(**example)[0].numpy()
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE * np.ptp(expected))

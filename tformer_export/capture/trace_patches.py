@@ -175,8 +175,7 @@ def copies_of_functions_run() -> Iterator[None]:
 def small_constants_known() -> Iterator[None]:
     """Let torch.export know the numbers in small tensors that forward makes of numbers.
 
-    Python may then read them, as in `h, w = torch.tensor(image.shape[2:]) // 8`. torch itself knows them in tensors of one
-    element.
+    Python may then read them, as in `h, w = torch.tensor(image.shape[2:]) // 8`. torch knows tensors of one element.
     """
     limit = fake_tensor.CONSTANT_NUMEL_LIMIT
     fake_tensor.CONSTANT_NUMEL_LIMIT = KNOWN_ELEMENTS

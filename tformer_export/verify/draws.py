@@ -71,7 +71,8 @@ class InputDraws:
         if facts.ids is None:
             return self._numbers(example.numpy(), length)
         ids = np.arange(facts.ids or 0)
-        ids = ids[ids != facts.pad] if name not in self.source.token_types else ids
+        if len(ids) > 1 and name not in self.source.token_types:  # padding is an id like others if it is the only one
+            ids = ids[ids != facts.pad]
         ids = np.setdiff1d(ids, self._placeholder_ids) if name == self.source.step_input else ids
         return self.random.choice(ids, (length, *example.shape[2:])).astype(example.numpy().dtype)
 
