@@ -155,8 +155,8 @@ ENTRIES = [
         "block-recurrent-transformer-pytorch",
         "BlockRecurrentTransformer",
         block_recurrent,
-        refusal="was not foreseen",
-        why="not traced: keeps a mask in a buffer, and pads to blocks",
+        refusal="at most 8 is possible",
+        why="computes block after block",
     ),
     one("torchscale", "RetNetDecoder", ret_net, "prev_output_tokens"),
     one("xlstm", "xLSTMLMModel, mLSTM", x_lstm, "idx"),
@@ -166,7 +166,7 @@ ENTRIES = [
         lambda: x_lstm(1),
         "idx",
         refusal="cannot be exported: it reads a value",
-        why="a loop that reads a value of another run",
+        why="the first run of its loop does other operations",
     ),
     one(
         "mega-pytorch", "Mega", mega, refusal="fixes a size to the example's", why="an FFT of a size that scipy chooses"
