@@ -52,15 +52,3 @@ def test_mask_by_product_is_that_of_an_attention(tmp_path) -> None:
     case = next(case for case in CASES if case.name == "mask-product")
     report = export(case.module, tmp_path / "model.onnx", **case.arguments)
     assert (report.counts["attentions"], report.unrecognised) == (1, ())
-
-
-def test_report_says_which_models_are_computed_for_all_positions_in_each_step(tmp_path) -> None:
-    for style, name, text in (
-        (at_one_length, "scan-by-halves", "the whole model, for 16 positions in each step"),
-        (looking_back, "running-mean", "1 parts of the model, for all positions so far"),
-        (blocks_of_positions, "blocks-padded", None),
-    ):
-        case = next(case for case in style.CASES if case.name == name)
-        report = export(case.module, tmp_path / f"{name}.onnx", **case.arguments, max_length=16)
-        recomputed = dict(report.rows()).get("recomputed")
-        assert recomputed is None if text is None else recomputed is not None and text in recomputed
