@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.dialect.common.cse_pass import CSEPass
 
 from tformer_export.capture.by_example.recording import record
+from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
@@ -38,7 +39,6 @@ from tformer_export.capture.trace_patches import (
     rows_left,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
-from tformer_export.common.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet

@@ -16,7 +16,7 @@ import torch
 from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
-from tformer_export.common.equal_sizes import equal_sizes_known
+from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet

@@ -8,7 +8,7 @@ import pytest
 import sympy
 from torch.utils._sympy.functions import FloorDiv, Mod
 
-from tformer_export.common.equal_sizes import are_equal
+from tformer_export.capture.equal_sizes import are_equal
 
 N = sympy.Symbol("n", integer=True)
 WAYS = [
