@@ -25,10 +25,7 @@ def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict
     """
     probe = _draw(captured, inputs)
     try:
-        values = run(captured, probe)
-        if captured.step_name is not None and values[captured.output].isnan().any():
-            values = run(captured, _draw(captured, inputs, starts_compared=False))
-        return values
+        return run(captured, probe)
     except (RuntimeError, IndexError) as error:
         where = failing_line(captured, probe)
         raise UnsupportedModelError(
@@ -51,17 +48,11 @@ def compared_ids(captured: CapturedGraph, name: str) -> list[int]:
 
 
 def _draw(
-    captured: CapturedGraph,
-    inputs: Mapping[str, InputFacts],
-    seed: int = 0,
-    with_compared: bool = True,
-    starts_compared: bool = True,
+    captured: CapturedGraph, inputs: Mapping[str, InputFacts], seed: int = 0, with_compared: bool = True
 ) -> dict[str, torch.Tensor]:
     """Draw two rows of each input. Ids are random, so that positions differ.
 
     with_compared: half of the ids are among the compared ones; otherwise none is, if there are others.
-    starts_compared: whether the first id of the step input may be one of them. If forward hides an id, such as that of
-        the end, a row that begins with it has no visible position, and its attention no number.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = {}
@@ -79,8 +70,6 @@ def _draw(
                 allowed + compared * (len(allowed) // max(1, len(compared))) if with_compared else others
             )
             value = pool[torch.randint(len(pool), shape, generator=generator)].to(value.dtype)
-            if not starts_compared and name == captured.step_name:
-                value[:, 0] = others[0]
         elif name == captured.step_name:
             value = torch.randn((2, PROBE_LENGTH, *value.shape[2:]), generator=generator).to(value.dtype)
         drawn[name] = value
