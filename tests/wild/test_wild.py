@@ -52,3 +52,9 @@ def test_mask_by_product_is_that_of_an_attention(tmp_path) -> None:
     case = next(case for case in CASES if case.name == "mask-product")
     report = export(case.module, tmp_path / "model.onnx", **case.arguments)
     assert (report.counts["attentions"], report.unrecognised) == (1, ())
+
+
+def test_report_tells_the_cost_of_a_model_that_runs_at_its_greatest_length(tmp_path) -> None:
+    case = next(case for case in CASES if case.name == "scan-by-halves")
+    report = export(case.module, tmp_path / "model.onnx", **case.arguments | {"max_length": 16})
+    assert "the whole model, for 16 positions in each step" in dict(report.rows())["recomputed"]
