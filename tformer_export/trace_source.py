@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_
 from tformer_export.capture.trace import CapturedGraph, TraceFailedError, capture
 from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
-from tformer_export.common.fx_nodes import DENSE_SIZES, line_of_trace
+from tformer_export.common.fx_nodes import DENSE_SIZES, expression, line_of_trace, meta, source_line
 from tformer_export.common.module_state import unchanged
 from tformer_export.sources import Source
 from tformer_export.sources.call.one_row import RowByRow
@@ -115,9 +116,24 @@ def _trace_beyond(
             if inputs is not None:
                 warm_up(source, inputs)
             graph = _trace_at_any_length(source, hidden_states, longest, above, by_example)
-            if not runs_beyond(graph, source, longest):
+            if not runs_beyond(graph, source, longest) and not (above and _grows(traced, graph)):
                 return graph
     return traced
+
+
+def _grows(shorter: CapturedGraph, longer: CapturedGraph) -> bool:
+    """Return whether a model that is stepped over does more at longer lengths: more rounds of a loop, or more blocks.
+
+    Staging runs the operations at few positions, where the further rounds and blocks do not show.
+    """
+    if longer.time is None:
+        return False
+    counts = [Counter((n.target, source_line(n)) for n in graph.nodes) for graph in (shorter, longer)]
+    tensors = [meta(node) for node in longer.nodes if isinstance(meta(node), torch.Tensor)]
+    sizes = [expression(size) for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return any(counts[1][key] > count for key, count in counts[0].items()) or any(
+        longer.time in size.free_symbols and not size.is_polynomial(longer.time) for size in sizes
+    )
 
 
 def _trace_at_any_length(

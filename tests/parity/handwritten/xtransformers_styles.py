@@ -77,7 +77,7 @@ CASES = [
     x("memory-tokens", {"num_memory_tokens": 2}),
     x("shift-tokens", shift_tokens=1),
     # Positions are counted from the middle of the sequence.
-    x("xpos", rotary_xpos=True, refusal="makes a table whose values change with the length"),
+    x("xpos", rotary_xpos=True),
     Case("x-XTransformer", Pair, ("src", "tgt")),
     Case("x-encoder-and-decoder", EncoderAndDecoder, ("src", "tgt")),
 ]  # fmt: skip

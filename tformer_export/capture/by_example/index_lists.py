@@ -16,6 +16,7 @@ class IndexList:
     """
 
     def __init__(self, tensor: torch.Tensor, read: Callable[[torch.Tensor], list[Any]]) -> None:
+        _patch_indexing()
         self.tensor, self._read = tensor, read
         self._found: list[Any] | None = None
 
@@ -71,19 +72,36 @@ class IndexList:
 
 @contextmanager
 def lists_index_as_tensors() -> Iterator[None]:
-    """Patch indexing of tensors: an `IndexList` that Python has not read is replaced by its tensor.
+    """Patch indexing of tensors from the first `IndexList` on: torch reads a list before a function mode gets the call.
 
-    torch reads a list before a function mode gets the call. The patch is process-wide: the caller holds
-    TORCH_PATCH_LOCK.
+    Only then, because torch takes tensors for sequences while indexing is a function of Python. Such a sequence has no
+    length if it has no axes, so `torch.tensor([number])` fails for a tensor.
+
+    The patch is process-wide: the caller holds TORCH_PATCH_LOCK.
     """
-    tensor_class: Any = torch.Tensor
-    get, put = tensor_class.__getitem__, tensor_class.__setitem__
-    tensor_class.__getitem__ = lambda tensor, index: get(tensor, _with_tensors(index))
-    tensor_class.__setitem__ = lambda tensor, index, value: put(tensor, _with_tensors(index), value)
+    before = {name: vars(torch.Tensor).get(name) for name in ("__getitem__", "__setitem__")}
     try:
         yield
     finally:
-        tensor_class.__getitem__, tensor_class.__setitem__ = get, put
+        for name, method in before.items():
+            if method is not None:
+                setattr(torch.Tensor, name, method)
+            elif name in vars(torch.Tensor):
+                delattr(torch.Tensor, name)
+
+
+def _patch_indexing() -> None:
+    tensor_class: Any = torch.Tensor
+    get, put = tensor_class.__getitem__, tensor_class.__setitem__
+    if getattr(get, "takes_index_lists", False):
+        return
+
+    def read(tensor: torch.Tensor, index: Any) -> Any:
+        return get(tensor, _with_tensors(index))
+
+    read.takes_index_lists = True  # type: ignore[attr-defined]
+    tensor_class.__getitem__ = read
+    tensor_class.__setitem__ = lambda tensor, index, value: put(tensor, _with_tensors(index), value)
 
 
 def _with_tensors(index: Any) -> Any:
