@@ -139,7 +139,15 @@ ENTRIES = [
     one("mambapy", "Mamba, sequential scan", lambda: mamba(False), "input", seed=1),
     one("mambapy", "Mamba, parallel scan", lambda: mamba(True), "input"),
     one("mambapy", "JambaLM", lambda: jamba(1), "tokens", seed=1),
-    one("mambapy", "JambaLM, experts", lambda: jamba(4), "tokens", seed=6),
+    one(
+        "mambapy",
+        "JambaLM, experts",
+        lambda: jamba(4),
+        "tokens",
+        seed=6,
+        refusal="lets the values of its data decide",
+        why="skips experts without tokens with `if`, and indexes by lists",
+    ),
     one(
         "performer-pytorch",
         "PerformerLM",

@@ -7,7 +7,6 @@ find_loops, rows_of_loops, rolled_loops, loop_results, roll  loops over position
 recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
-index_lists  lists of indices that Python does not read
 reads      numbers that Python reads out of tensors
 slices     slices that take everything
 draws      inputs of any sizes, with padding or without

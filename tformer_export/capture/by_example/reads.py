@@ -1,7 +1,4 @@
-"""Numbers that Python reads out of tensors while forward runs: `if pad.any()`, `int(counts[e])`, `ids.tolist()`.
-
-A list that only indexes tensors is no read (`index_lists.py`).
-"""
+"""Numbers that Python reads out of tensors while forward runs: `if pad.any()`, `int(counts[e])`, `ids.tolist()`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from tformer_export.capture.by_example.index_lists import IndexList
 from tformer_export.capture.by_example.slices import take_slices
 
 _SCALARS: dict[Any, type | None] = {
@@ -23,7 +19,6 @@ _SCALARS: dict[Any, type | None] = {
     torch.Tensor.__index__: int,
 }
 _COMPARISONS = {torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
-_MAKERS: set[Any] = {torch.tensor, torch.as_tensor}
 _ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
 
 
@@ -46,13 +41,7 @@ class ReadMode(TorchFunctionMode):
         if func in _SCALARS:
             return self._read(func(*args), _SCALARS[func])
         if func is torch.Tensor.tolist:
-            indexes = args[0].dim() == 1 and args[0].dtype in (torch.int64, torch.int32)
-            return IndexList(args[0].clone(), self._list) if indexes else self._list(args[0])
-        if func in _MAKERS and args and type(args[0]) is IndexList:
-            numbers = args[0].as_tensor()
-            if isinstance(numbers, torch.Tensor):
-                return numbers.to(kwargs.get("dtype") or torch.int64, copy=True)
-            args = (numbers, *args[1:])
+            return self._list(args[0])
         if func in _COMPARISONS:
             return self._read(func(*args, **kwargs), bool)
         if func is torch.Tensor.__getitem__:

@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from tformer_export.capture.by_example.index_lists import lists_index_as_tensors
 from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
 from tformer_export.common.fx_nodes import aten
@@ -197,7 +196,7 @@ def record(
     mode = ReadMode(forced or {})
 
     def call_watched(*values: torch.Tensor) -> list[torch.Tensor]:
-        with mode, lists_index_as_tensors():
+        with mode:
             return call(*values)
 
     maps_rows = any(
