@@ -262,8 +262,9 @@ def prove(model: Any) -> dict[str, Any]:
             report = export(model, path)
         except TformerError as error:
             return {"outcome": REFUSED, "reason": str(error)}
-        options = GenerationOptions(max_new_tokens=NEW_TOKENS)
-        results = [r.token_ids for r in Model.load(path, "cpu").generate_batch([list(p) for p in PROMPTS], options)]
+        options, exported = GenerationOptions(max_new_tokens=NEW_TOKENS), Model.load(path, "cpu")
+        results = [r.token_ids for r in exported.generate_batch([list(p) for p in PROMPTS], options)]
+        excluded = list(exported.manifest.generation_defaults.get("suppress_tokens", ()))  # such as padding
     note = ""
     for prompt, tokens in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([prompt])
@@ -273,7 +274,7 @@ def prove(model: Any) -> dict[str, Any]:
             )[0].tolist()
         expected = expected[1:] if model.config.is_encoder_decoder else expected[len(prompt) :]
         if list(tokens) != expected:
-            forward = greedy(model, ids, len(tokens))
+            forward = greedy(model, ids, len(tokens), excluded)
             if forward != list(tokens):
                 return {"outcome": FAILED, "reason": f"decodes {list(tokens)}, generate() gives {expected}"}
             note = "tokens are those of forward(), which generate() contradicts"
@@ -281,8 +282,8 @@ def prove(model: Any) -> dict[str, Any]:
     return {"outcome": EXPORTED, "seconds": round(time.perf_counter() - begin, 1), **figures}
 
 
-def greedy(model: Any, ids: Any, max_tokens: int) -> list[int]:
-    """Generate greedily by forward() on the whole sequence, without a cache."""
+def greedy(model: Any, ids: Any, max_tokens: int, excluded: list[int]) -> list[int]:
+    """Generate greedily by forward() on the whole sequence, without a cache and without the excluded ids."""
     import torch
 
     both = model.config.is_encoder_decoder
@@ -291,7 +292,9 @@ def greedy(model: Any, ids: Any, max_tokens: int) -> list[int]:
     with torch.no_grad():
         for _ in range(max_tokens):
             inputs = {"input_ids": ids, "decoder_input_ids": tokens} if both else {"input_ids": tokens}
-            best = model(**inputs, use_cache=False).logits[:, -1:].argmax(-1)
+            logits = model(**inputs, use_cache=False).logits[:, -1:]
+            logits[..., excluded] = -torch.inf
+            best = logits.argmax(-1)
             tokens = torch.cat([tokens, best], 1)
     generated: list[int] = tokens[0, begin:].tolist()
     return generated

@@ -28,8 +28,8 @@ RULES = dict(
     repetition_penalty=1.3,
     no_repeat_ngram_size=3,
     bad_words_ids=[[9], [11, 12], [20, 21, 22]],
-    suppress_tokens=[5, 6],
-    begin_suppress_tokens=[13, 14],
+    suppress_tokens=[5, 6, VOCABULARY + 7],  # generate() passes over ids beyond the vocabulary
+    begin_suppress_tokens=[13, 14, VOCABULARY],
     sequence_bias=[[[15], 1.5], [[16], -2.0]],
 )
 BEAMS = dict(
