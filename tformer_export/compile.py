@@ -219,7 +219,6 @@ def analyse_model(
     is_only_padding = special.pad_token_id not in (*special.bos_token_ids, *special.eos_token_ids)
     if fold_padding_tests(graph, special.pad_token_id if is_only_padding else None):
         source = _without_padding(source, graph)
-    source = _without_unknown_ids(source, graph)
     merge_equal_nodes(graph)
     level = binding_times(graph)
     encode, decode = find_auxiliary_outputs(graph, level)
@@ -237,15 +236,6 @@ def _without_padding(source: Source, graph: CapturedGraph) -> Source:
         return source
     defaults = {**source.generation_defaults, "suppress_tokens": [*suppressed, pad]}
     return replace(source, generation_defaults=defaults)
-
-
-def _without_unknown_ids(source: Source, graph: CapturedGraph) -> Source:
-    """Return the source with generation options that exclude no id beyond the vocabulary: such ids have no logit."""
-    defaults, width = dict(source.generation_defaults), meta(graph.output).shape[-1]
-    for name in ("suppress_tokens", "begin_suppress_tokens"):
-        if defaults.get(name):
-            defaults[name] = [token for token in defaults[name] if token < width]
-    return replace(source, generation_defaults=defaults) if defaults != source.generation_defaults else source
 
 
 def _without(extras: list[AuxiliaryOutput], names: Sequence[str]) -> list[AuxiliaryOutput]:

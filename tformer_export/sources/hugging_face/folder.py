@@ -294,7 +294,8 @@ def from_transformers(
         raise SourceError(f"{type(module).__name__} reads no pictures in its prompt: leave --picture-size out")
     config, generation = module.config, getattr(module, "generation_config", None)
     if task == RECOGNIZES and config.is_encoder_decoder:
-        special, defaults = _special(config, generation), read_generation_defaults(generation, 1, None)
+        special = _special(config, generation)
+        defaults = read_generation_defaults(generation, 1, None, _vocabulary(module))
         name = name or type(module).__name__
         return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
     if task == ANSWERS_PICTURES:
@@ -324,7 +325,9 @@ def from_transformers(
         task=TRANSLATES if config.is_encoder_decoder else GENERATES,
         masks=masks,
         special_tokens=special,
-        generation_defaults=read_generation_defaults(generation, len(special.bos_token_ids), limit),
+        generation_defaults=read_generation_defaults(
+            generation, len(special.bos_token_ids), limit, _vocabulary(module)
+        ),
         max_length=min(limit, 512) if limit else None,
     )
 
@@ -340,9 +343,15 @@ def _from_picture_prompt_model(module: Any, name: str, processor: Any, picture_s
     special = _special(config, generation, config.get_text_config())
 
     def defaults(limit: int | None) -> dict[str, Any]:
-        return read_generation_defaults(generation, 0, limit)
+        return read_generation_defaults(generation, 0, limit, _vocabulary(module))
 
     return from_picture_prompt_model(module, name, processor, special, defaults, picture_size)
+
+
+def _vocabulary(module: Any) -> int | None:
+    """Return the number of logits of a position; None if the module does not tell."""
+    weight = getattr(module.get_output_embeddings(), "weight", None)
+    return None if weight is None else int(weight.shape[0])
 
 
 def _special(config: Any, generation: Any, inner: Any = None) -> SpecialTokens:
@@ -398,17 +407,23 @@ _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value t
 _NOT_CARRIED_SAMPLING = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
-def read_generation_defaults(generation: Any, starts: int, limit: int | None) -> dict[str, Any]:
+def read_generation_defaults(
+    generation: Any, starts: int, limit: int | None, vocabulary: int | None = None
+) -> dict[str, Any]:
     """Return the generation options that the model's generation config sets, and warn of lost options.
 
     starts: the number of tokens that an encoder-decoder starts from, which transformers counts in lengths; 0 for a
         decoder-only model, where transformers counts the prompt.
     limit: the greatest number of tokens that the model takes.
+    vocabulary: the number of logits. Suppressed ids beyond it have no logit; `generate()` passes over them.
     """
     if generation is None:
         return {}
     settings = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
     defaults = {name: settings[name] for name in _SHARED_OPTIONS if name in settings}
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        if vocabulary is not None and name in defaults:
+            defaults[name] = [token for token in defaults[name] if token < vocabulary]
     lost = {name for name, none in _NOT_CARRIED.items() if settings.get(name, none) != none}
     if settings.get("do_sample") and defaults.get("num_beams", 1) == 1:
         sampling = {name: settings.get(name, default) for name, default in _SAMPLING.items()}

@@ -90,6 +90,13 @@ def test_file_generates_like_its_folder(tmp_path, build, options, caplog):
     assert not all(equal)  # the config changes the results
 
 
+def test_suppressed_ids_that_the_caller_names_are_not_dropped(tmp_path):
+    stated = {"suppress_tokens": [VOCABULARY]}
+    export(llama(), tmp_path / "model.onnx", generation_defaults=stated, max_length=40)
+    with pytest.raises(OptionError, match=f"suppress_tokens names the id {VOCABULARY}"):
+        Model.load(tmp_path / "model.onnx", "cpu").generate([5])
+
+
 def letter_tokenizer():
     """A tokenizer with a token for each letter and digit, and a special token <stop>."""
     characters = string.ascii_lowercase + string.digits[: VOCABULARY - 4 - len(string.ascii_lowercase)]
