@@ -27,8 +27,8 @@ def attention(
     key: (batch, kv_heads, slots, d); heads is a multiple of kv_heads.
     value: (batch, kv_heads, slots, d_v).
     bias: broadcasts to (batch, heads, new, slots). A float is added; a bool keeps the scores where it is true.
-    softcap: scores s become softcap · tanh(s / softcap) before the bias is added (Gemma Team 2024, section 2); 0: they
-        do not.
+    softcap: scores s become softcap · tanh(s / softcap) before the bias is added (logit clipping, Bello et al. 2016);
+        0: they do not.
     """
     repeat = query.shape[1] // key.shape[1]
     if repeat > 1:
