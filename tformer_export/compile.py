@@ -34,6 +34,7 @@ from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.own_caches import keep_written_keys
+from tformer_export.analysis.own_first_token import fill_first_position
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
@@ -202,6 +203,7 @@ def analyse_model(
     not have.
     """
     source, graph = captured.source, captured.graph
+    fill_first_position(graph)
     einsums_to_products(graph)
     unshift(graph)
     recognition = recognise(graph)

@@ -2,6 +2,7 @@
 
     make wild                                            makes .venv-wild with the packages, and prints the table
     cd tests; ../.venv-wild/bin/python -m wild_packages [NAME …]     only entries with one of these in their name
+    make wild-repositories                               public repositories, which are cloned into build/, in their place
 
 The packages are those of requirements.txt, with tiny seeded weights. Each entry runs in a process of its
 own. The status is 1 if a file differs from its module, if a model is refused that is expected to export, or if one
@@ -10,7 +11,6 @@ exports or is refused otherwise than its entry says.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -24,17 +24,18 @@ import click
 from tformer_export import export
 from tformer_runtime.base.errors import TformerError
 from wild_packages.check import DIFFERS, check
+from wild_packages import repositories as public
 from wild_packages.entries import ENTRIES
+from wild_packages.entry import Entry
 
-LIMIT = 300  # seconds for one entry
+LIMIT = 600  # seconds for one entry
 REFUSED = "refused"
 HEADER = "| package | class | export was told | result | compared |\n| --- | --- | --- | --- | --- |"
 
 
-def judge(name: str) -> dict[str, str]:
+def judge(entry: Entry) -> dict[str, str]:
     """Export one entry and compare its file. Return the cells of its row, and `wrong`: what was not expected."""
-    entry = ENTRIES[name]
-    row = {"package": f"{entry.package} {importlib.metadata.version(entry.package)}", "class": f"`{entry.model}`"}
+    row = {"package": f"{entry.package} {entry.version}", "class": f"`{entry.model}`"}
     row |= {"told": entry.said(), "result": "", "compared": "", "wrong": ""}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -53,11 +54,13 @@ def judge(name: str) -> dict[str, str]:
     return row
 
 
-def run(name: str) -> dict[str, str]:
+def run(name: str, repositories: Path | None) -> dict[str, str]:
     """Return the row of one entry, from a process of its own."""
     failed = {"package": name.partition(": ")[0], "class": name.partition(": ")[2], "told": "", "compared": ""}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
         command = [sys.executable, "-m", "wild_packages", "--into", answer.name, name]
+        if repositories is not None:
+            command += ["--repositories", str(repositories)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=Path(__file__).parents[1])
         except subprocess.TimeoutExpired:
@@ -75,19 +78,28 @@ def run(name: str) -> dict[str, str]:
 
 @click.command(help=__doc__.split("\n\n")[0])
 @click.argument("names", nargs=-1)
+@click.option(
+    "--repositories",
+    type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
+    help="Take public repositories, which are cloned into this folder, in the place of packages.",
+)
 @click.option("--into", hidden=True, type=click.Path(path_type=Path))
-def main(names: tuple[str, ...], into: Path | None) -> None:
+def main(names: tuple[str, ...], repositories: Path | None, into: Path | None) -> None:
+    entries = ENTRIES if repositories is None else public.ENTRIES
     if into is not None:
         warnings.simplefilter("ignore")
         try:
-            into.write_text(json.dumps(judge(names[0])))
+            entry = entries[names[0]]
+            if repositories is not None:
+                public.import_from(entry, repositories)
+            into.write_text(json.dumps(judge(entry)))
         except Exception:
             traceback.print_exc()
         return
-    chosen = [name for name in ENTRIES if not names or any(part.lower() in name.lower() for part in names)]
+    chosen = [name for name in entries if not names or any(part.lower() in name.lower() for part in names)]
     rows = []
     for name in chosen:
-        rows.append(row := run(name))
+        rows.append(row := run(name, repositories))
         click.echo(f"{row['result']:10} {name} {row['compared']}", err=True)
         if row["wrong"]:
             click.echo(f"  wrong: {row['wrong']}", err=True)

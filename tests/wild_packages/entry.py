@@ -1,7 +1,8 @@
-"""The class `Entry`: a model of a public package, its call, and what export is told about it."""
+"""The class `Entry`: a model of a public package or repository, its call, and what export is told about it."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,9 +53,11 @@ def numbers(*shape: int | None) -> Input:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of a public package.
+    """A model of a public package or of a public repository.
 
-    package: the name of its distribution. model: its class, as the table shows it.
+    package: the name of its distribution, or of its repository on GitHub. model: its class, as the table shows it.
+    commit: of the repository; empty for a package. folder: the one in the repository that its modules are imported from.
+    unused: modules that it imports and that the model does not call: they need not be installed.
     inputs: by the names of the file's inputs. step: the one that the model is stepped over; None for a single pass.
     told: further arguments of `export`. masks: for each mask of forward, its description for `export` and a function
         that computes it from the inputs of one row.
@@ -81,6 +84,13 @@ class Entry:
     max_length: int | None = 64
     refusal: str = ""
     why: str = ""
+    commit: str = ""
+    folder: str = "."
+    unused: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return self.commit[:7] or importlib.metadata.version(self.package)
 
     @property
     def name(self) -> str:

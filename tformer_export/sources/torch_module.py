@@ -14,13 +14,13 @@ from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.base import Source, as_float32, build_mask, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.containers import open_containers
-from tformer_export.sources.call.dropped_position import drops_last_position
 from tformer_export.sources.call.encode_decode import callable_module
 from tformer_export.sources.call.free_axes import Axes, AxisProbe
 from tformer_export.sources.call.heads import find_heads
 from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
 from tformer_export.sources.call.own_caches import MAX_AXES, cache_axes
 from tformer_export.sources.call.signature import parameters_of, required_parameters, takes_any_name
+from tformer_export.sources.call.step_positions import PLAIN, StepPositions, find_step_positions
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import SpecialTokens
 from tformer_runtime.preprocess.series import TASK
@@ -72,7 +72,8 @@ def from_module(
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
-    call = replace(call, drops_last=drops_last_position(adapter, inputs))
+    positions = find_step_positions(adapter, step_input, inputs)
+    call = replace(call, positions=positions)
     if written:
         call = call.with_fresh_caches(written, tensors, free.axes)
     if step_input is None and adapter.layouts:
@@ -89,7 +90,7 @@ def from_module(
         axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
         min_lengths=free.min_lengths,
         special_tokens=special_tokens or SpecialTokens(),
-        max_length=max_length,
+        max_length=min(max_length or positions.length, positions.length) if positions.length else max_length,
         series=series,
         outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
     )
@@ -108,7 +109,7 @@ class _Call:
     numbers: Sequence[str]
     caches: Mapping[str, int] = field(default_factory=dict)
     row_axes: Sequence[int] = ()
-    drops_last: bool = False
+    positions: StepPositions = PLAIN
 
     @property
     def keeps(self) -> dict[str, str]:
@@ -147,7 +148,7 @@ class _Call:
             self.caches,
             self.row_axes,
             self.numbers,
-            self.drops_last,
+            self.positions,
         )
         return adapter, inputs
 

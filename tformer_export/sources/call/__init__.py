@@ -7,7 +7,7 @@ one_row        a forward without a batch axis
 outputs        the logits among the results of forward
 own_caches     new caches for each call of a forward that writes into its own
 adapter        the wrapper of all of them
-dropped_position  a forward that drops the last position of its step input
+step_positions how forward counts the positions of its step input
 adapter_switch low-rank adapters that are switched by row
 free_axes      which axes of an input may vary
 """

@@ -12,6 +12,7 @@ from tformer_export.common.derived_inputs import Axis, Mask
 from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.call.own_caches import fresh_caches
 from tformer_export.sources.call.signature import call_by_name
+from tformer_export.sources.call.step_positions import PLAIN, StepPositions
 
 
 class Adapter(nn.Module):
@@ -29,8 +30,7 @@ class Adapter(nn.Module):
     caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
-    drops_last: whether forward drops the last position of the step input itself, as code for training does. Each call
-        then has one position more.
+    positions: how forward counts the positions of the step input.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Adapter(nn.Module):
         caches: Mapping[str, int] | None = None,
         row_axes: Sequence[int] = (),
         numbers: Sequence[str] = (),
-        drops_last: bool = False,
+        positions: StepPositions = PLAIN,
     ) -> None:
         super().__init__()
-        self.module, self.flat_logits, self.heads, self.drops_last = module, flat_logits, tuple(heads), drops_last
+        self.module, self.flat_logits, self.heads, self.positions = module, flat_logits, tuple(heads), positions
         self.caches, self.row_axes, self.numbers = dict(caches or {}), tuple(row_axes), tuple(numbers)
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
@@ -68,7 +68,10 @@ class Adapter(nn.Module):
             batch, time = inputs[self.names.index(self.step)].shape[:2]
             first = (time, batch) if self.layouts.get(self.step) == (1, 0) else (batch, time)
             output = output.reshape(*first, output.shape[-1])
-        return output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+        if self.step is None:
+            return output
+        output = output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
+        return self.positions.from_module(output, 1, inputs[self.names.index(self.step)].shape[1])
 
     def logits(self, returned: Any) -> torch.Tensor:
         """Return the logits of the module's results, from the heads if there are any."""
@@ -88,9 +91,8 @@ class Adapter(nn.Module):
     def _call(self, *inputs: torch.Tensor) -> Any:
         tensors: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
         keeps = {name: tensors.pop(keep) for name, keep in self.keeps.items()}
-        if self.drops_last and self.step is not None:
-            step = tensors[self.step]
-            tensors[self.step] = nn.functional.pad(step, (*[0, 0] * (step.dim() - 2), 0, 1))
+        if self.step is not None:
+            tensors[self.step] = self.positions.to_module(tensors[self.step])
         lengths: dict[Axis, int] = {name: value.shape[1] for name, value in tensors.items() if value.dim() > 1}
         arguments = {**tensors, **self.fixed_arguments}
         for name, mask in self.derived.items():

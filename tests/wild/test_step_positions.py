@@ -1,0 +1,162 @@
+"""Models whose forward counts the positions of its step input as training does: with a token of its own in front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+from support.handwritten_case import BLOCK, END, SPECIAL, START
+from test_signatures import IDS, NUM_TOKENS, Translator, greedy, seeded
+from tiny import WIDTH, TinyDecoder
+
+from tformer_export import export, padding
+from tformer_runtime import Model
+
+OWN = 7  # the token that forward puts in front; decoding starts with another
+ANY = 5  # stands at a position that has no influence
+SOURCES = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+PROMPTS = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+
+
+class WithLabels(Translator):
+    """The labels are shifted by one position, and the last one is not read."""
+
+    def forward(self, src, src_mask, labels):
+        return super().forward({"src": src, "src_mask": src_mask, "tgt": self.shifted(labels)})["logits"]
+
+    def shifted(self, labels):
+        return torch.cat([labels.new_full((len(labels), 1), OWN), labels[:, :-1]], 1)
+
+
+class ByWriting(WithLabels):
+    def shifted(self, labels):
+        ids = labels.new_zeros(labels.shape)
+        ids[:, 1:] = labels[:, :-1].clone()
+        ids[:, 0] = OWN
+        return ids
+
+
+class ByPadding(WithLabels):
+    def shifted(self, labels):
+        return nn.functional.pad(labels[:, :-1], (1, 0), value=OWN)
+
+
+class AndTheEnd(WithLabels):
+    """The logits have a row more than the labels: it predicts the end."""
+
+    def shifted(self, labels):
+        return torch.cat([labels.new_full((len(labels), 1), OWN), labels], 1)
+
+
+class Vector(WithLabels):
+    """A learned vector is in front, in the place of a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(1, 1, WIDTH))
+
+    def forward(self, src, src_mask, labels):
+        embed, tokens = self.tokens, self.start
+        self.tokens = lambda ids: (
+            torch.cat([tokens.expand(len(ids), -1, -1), embed(ids)[:, :-1]], 1) if ids is labels else embed(ids)
+        )
+        try:
+            return Translator.forward(self, {"src": src, "src_mask": src_mask, "tgt": labels})["logits"]
+        finally:
+            self.tokens = embed
+
+
+@pytest.mark.parametrize("kind", [WithLabels, ByWriting, ByPadding, AndTheEnd])
+def test_labels_are_shifted_by_forward(kind, tmp_path: Path) -> None:
+    model, path = seeded(kind(), 10), tmp_path / "model.onnx"
+    example, masks = {"src": IDS, "labels": IDS}, {"src_mask": padding("src", dtype=torch.int64)}
+    export(model, path, example, "labels", masks=masks, special_tokens=SPECIAL, max_length=BLOCK - 1)
+
+    def logits(source: list[int], ids: list[int]) -> torch.Tensor:
+        src = torch.tensor([source])
+        behind = [] if kind is AndTheEnd else [ANY]
+        return model(src, torch.ones_like(src), torch.tensor([[*ids[1:], *behind]], dtype=torch.long))[0]
+
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
+    assert len({token for row in expected for token in row}) > 3
+    results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class Prompted(TinyDecoder):
+    """A language model whose forward has a token of its own in front, and logits that predict the ids themselves."""
+
+    def forward(self, idx):
+        return super().forward(torch.cat([torch.full_like(idx[:, :1], OWN), idx[:, :-1]], 1))
+
+
+class PromptedWithEnd(TinyDecoder):
+    def forward(self, idx):
+        return super().forward(torch.cat([torch.full_like(idx[:, :1], OWN), idx], 1))
+
+
+@pytest.mark.parametrize("kind", [Prompted, PromptedWithEnd])
+def test_prompts_are_shifted_by_forward(kind, tmp_path: Path) -> None:
+    model, path = seeded(kind()), tmp_path / "model.onnx"
+    export(model, path, {"idx": IDS}, "idx", special_tokens=SPECIAL, max_length=BLOCK - 1)
+    behind = [] if kind is PromptedWithEnd else [ANY]
+    expected = [greedy(lambda ids: model(torch.tensor([[*ids, *behind]]))[0], prompt) for prompt in PROMPTS]
+    assert len({token for row in expected for token in row}) > 3
+    results = Model.load(path, "cpu", threads=1).generate_batch(PROMPTS, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class WholeTable(TinyDecoder):
+    """The table of positions is added as a whole."""
+
+    def forward(self, idx):
+        x = self.tokens(idx) + self.positions.weight
+        x = x + self.mix(self.norm(x), idx)
+        return self.head(self.final_norm(x + self.feed_forward(self.norm(x))))
+
+
+class WholeTableTranslator(Translator):
+    def forward(self, src, src_mask, tgt):
+        x = self.tokens(tgt) + self.positions.weight
+        hidden = ~src_mask.bool()[:, None, None]
+        memory = self.tokens(src)
+        memory = self.norm(memory + self.encoder(memory, hidden))
+        x = x + self.mix(self.norm(x), tgt)
+        q, _, _ = self.cross.heads(self.norm(x))
+        _, k, v = self.cross.heads(memory)
+        return self.head(self.final_norm(x + self.cross.attend(q, k, v, hidden)))
+
+
+def test_forward_with_one_number_of_positions_is_filled_up(tmp_path: Path) -> None:
+    model, path = seeded(WholeTable()), tmp_path / "model.onnx"
+    example = torch.randint(3, 50, (2, BLOCK))
+    report = export(model, path, {"idx": example}, "idx", special_tokens=SPECIAL)
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([ids + [ANY] * (BLOCK - len(ids))]))[0, : len(ids)]
+
+    expected = [greedy(logits, prompt) for prompt in PROMPTS]
+    assert len({token for row in expected for token in row}) > 3
+    loaded = Model.load(path, "cpu", threads=1)
+    results = loaded.generate_batch(PROMPTS, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+    assert loaded.manifest.max_length == BLOCK
+    assert report is not None
+
+
+def test_decoder_with_one_number_of_positions_reads_its_encoder(tmp_path: Path) -> None:
+    model, path = seeded(WholeTableTranslator(), 10), tmp_path / "model.onnx"
+    example = {"src": IDS, "tgt": torch.randint(3, 50, (2, BLOCK))}
+    masks = {"src_mask": padding("src", dtype=torch.int64)}
+    export(model, path, example, "tgt", masks=masks, special_tokens=SPECIAL)
+
+    def logits(source: list[int], ids: list[int]) -> torch.Tensor:
+        src, filled = torch.tensor([source]), torch.tensor([ids + [ANY] * (BLOCK - len(ids))])
+        return model(src, torch.ones_like(src), filled)[0, : len(ids)]
+
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
+    assert len({token for row in expected for token in row}) > 3
+    results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected

@@ -1,0 +1,26 @@
+"""Models of public repositories, by the name of the entry. A checkout of each lies in FOLDER/OWNER/NAME."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+from wild_packages.entry import Entry
+
+_MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+ENTRIES: dict[str, Entry] = {entry.name: entry for module in _MODULES for entry in module.ENTRIES}
+
+
+def import_from(entry: Entry, folder: Path) -> None:
+    """Let this process import the modules of an entry's repository, which is cloned if `folder` does not have it."""
+    checkout = folder / entry.package
+    if not checkout.is_dir():
+        subprocess.run(["git", "clone", "--quiet", f"https://github.com/{entry.package}", checkout], check=True)
+        subprocess.run(["git", "-C", checkout, "checkout", "--quiet", entry.commit], check=True)
+    sys.path.insert(0, str(checkout / entry.folder))
+    for name in entry.unused:
+        sys.modules[name] = MagicMock()

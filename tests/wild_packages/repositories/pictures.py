@@ -1,0 +1,172 @@
+"""Models of pictures and films of public repositories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from wild_packages.entry import Entry, Input, numbers
+
+
+def detr() -> nn.Module:
+    from models.backbone import BackboneBase, FrozenBatchNorm2d, Joiner
+    from models.detr import DETR
+    from models.position_encoding import PositionEmbeddingSine
+    from models.transformer import Transformer
+    from torchvision.models import resnet18
+
+    # Backbone(…) of the repository is the same with pretrained weights.
+    convolutions = BackboneBase(resnet18(norm_layer=FrozenBatchNorm2d), True, 512, False)
+    backbone = Joiner(convolutions, PositionEmbeddingSine(16, normalize=True))
+    backbone.num_channels = 512
+    transformer = Transformer(
+        32, 4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=48, return_intermediate_dec=True
+    )
+    return DETR(backbone, transformer, num_classes=7, num_queries=5)
+
+
+def nested(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    from util.misc import NestedTensor
+
+    return {"samples": NestedTensor(rows["tensors"], rows["mask"])}
+
+
+def dino() -> nn.Module:
+    from vision_transformer import VisionTransformer
+
+    return VisionTransformer(img_size=[32], patch_size=8, embed_dim=32, depth=2, num_heads=4, qkv_bias=True)
+
+
+def dino_2() -> nn.Module:
+    from dinov2.models.vision_transformer import DinoVisionTransformer
+
+    return DinoVisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, init_values=1.0, block_chunks=0,
+        num_register_tokens=2,
+    )  # fmt: skip
+
+
+def swin() -> nn.Module:
+    from models.swin_transformer_v2 import SwinTransformerV2
+
+    return SwinTransformerV2(
+        img_size=32, patch_size=2, num_classes=10, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+    )
+
+
+def mae() -> nn.Module:
+    from models_vit import VisionTransformer
+
+    return VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10, qkv_bias=True,
+        norm_layer=partial(nn.LayerNorm, eps=1e-6),
+    )  # fmt: skip
+
+
+def segmenter() -> nn.Module:
+    from segm.model.decoder import MaskTransformer
+    from segm.model.segmenter import Segmenter
+    from segm.model.vit import VisionTransformer
+
+    encoder = VisionTransformer((32, 32), 8, n_layers=2, d_model=32, d_ff=48, n_heads=4, n_cls=6)
+    decoder = MaskTransformer(
+        6, 8, d_encoder=32, n_layers=2, n_heads=4, d_model=32, d_ff=48, drop_path_rate=0.0, dropout=0.0
+    )
+    return Segmenter(encoder, decoder, n_cls=6)
+
+
+def swin_ir() -> nn.Module:
+    from models.network_swinir import SwinIR
+
+    return SwinIR(
+        img_size=16, embed_dim=16, depths=[2, 2], num_heads=[4, 4], window_size=4, mlp_ratio=2.0, upscale=2,
+        upsampler="pixelshuffledirect",
+    )  # fmt: skip
+
+
+def rt_detr() -> nn.Module:
+    from src.nn.backbone.presnet import PResNet
+    from src.zoo.rtdetr.hybrid_encoder import HybridEncoder
+    from src.zoo.rtdetr.rtdetr import RTDETR
+    from src.zoo.rtdetr.rtdetr_decoder import RTDETRTransformer
+
+    size = [64, 64]
+    encoder = HybridEncoder(
+        in_channels=[128, 256, 512], hidden_dim=32, nhead=4, dim_feedforward=48, expansion=0.5, depth_mult=0.34,
+        eval_spatial_size=size,
+    )  # fmt: skip
+    decoder = RTDETRTransformer(
+        num_classes=7, hidden_dim=32, num_queries=9, feat_channels=[32, 32, 32], nhead=4, num_decoder_layers=2,
+        dim_feedforward=48, num_denoising=0, eval_spatial_size=size,
+    )  # fmt: skip
+    return RTDETR(PResNet(18, return_idx=[1, 2, 3]), encoder, decoder)
+
+
+def time_sformer() -> nn.Module:
+    from timesformer.models.vit import VisionTransformer
+
+    return VisionTransformer(
+        img_size=32, patch_size=8, num_classes=10, embed_dim=32, depth=2, num_heads=4, qkv_bias=True, num_frames=4
+    )
+
+
+def dit() -> nn.Module:
+    from models import DiT
+
+    return DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=4, num_classes=10)
+
+
+def u_vit() -> nn.Module:
+    from libs.uvit import UViT
+
+    return UViT(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=10, mlp_time_embed=True)
+
+
+def one(package: str, model: str, build: Any, commit: str, *shape: int, name: str = "x", **more: Any) -> Entry:
+    """Return the entry of a model whose only input is a picture of one size."""
+    told = {"axes": {name: (0,)}, **more.pop("told", {})}
+    return Entry(package, model, build, {name: numbers(*(shape or (3, 32, 32)))}, told=told, commit=commit, **more)
+
+
+STEP, LABEL = Input((), 1000, 0), Input((), 10, 0)
+DETR = {
+    "build": detr, "inputs": {"tensors": numbers(3, 96, 96), "mask": Input((96, 96), 2, 0)}, "wrap": nested,
+    "commit": "29901c51d7fe8712168b8d0d64351170bc0f83e0",
+}  # fmt: skip
+DETR_AXES = {"tensors": (0,), "mask": (0,)}
+
+ENTRIES = [
+    Entry("facebookresearch/detr", "DETR, classes", told={"axes": DETR_AXES, "output": "pred_logits"}, **DETR),
+    Entry("facebookresearch/detr", "DETR, boxes", told={"axes": DETR_AXES, "output": "pred_boxes"}, **DETR),
+    one("facebookresearch/dino", "VisionTransformer", dino, "7c446df5b9f45747937fb0d72314eb9f7b66930a"),
+    one("facebookresearch/dinov2", "DinoVisionTransformer", dino_2, "b8931f7bf91576930313be2c6d6af376033b35f0"),
+    one("microsoft/Swin-Transformer", "SwinTransformerV2", swin, "f82860bfb5225915aca09c3227159ee9e1df874d"),
+    one("facebookresearch/mae", "VisionTransformer", mae, "efb2a8062c206524e35e47d04501ed4f544c0ae8"),
+    one("rstrudel/segmenter", "Segmenter", segmenter, "20d1bfad354165ee45c3f65972a4d9c131f58d53", name="im"),
+    one("JingyunLiang/SwinIR", "SwinIR", swin_ir, "6545850fbf8df298df73d81f3e8cba638787c8bd", 3, 16, 16),
+    one(
+        "lyuwenyu/RT-DETR", "RTDETR, classes", rt_detr, "068dfde65f2667ad6555883c69d73de886518cad", 3, 64, 64,
+        told={"output": "pred_logits"}, folder="rtdetr_pytorch",
+        unused=("pycocotools", "src.data", "src.optim"),
+    ),
+    one(
+        "facebookresearch/TimeSformer", "VisionTransformer, divided space and time", time_sformer,
+        "a5ef29a7b7264baff199a30b3306ac27de901133", 3, 4, 32, 32,
+        unused=(
+            "fvcore", "fvcore.common", "fvcore.common.registry", "fvcore.common.file_io", "fvcore.nn",
+            "fvcore.nn.weight_init", "simplejson",
+        ),
+    ),
+    Entry(
+        "facebookresearch/DiT", "DiT", dit, {"x": numbers(4, 8, 8), "t": STEP, "y": LABEL},
+        told={"axes": {"x": (0,), "t": (0,), "y": (0,)}}, commit="ed81ce2229091fd4ecc9a223645f95cf379d582b",
+    ),
+    Entry(
+        "baofff/U-ViT", "UViT", u_vit, {"x": numbers(3, 16, 16), "timesteps": STEP, "y": LABEL},
+        told={"axes": {"x": (0,), "timesteps": (0,), "y": (0,)}}, commit="ce551708dc9cde9818d2af7d84dfadfeb7bd9034",
+    ),
+]  # fmt: skip

@@ -1,0 +1,133 @@
+"""How a forward counts the positions of its step input.
+
+A file needs, for each position, the logits of the token that follows it. Code for training often counts otherwise:
+
+- It drops the last position: `forward(ids)` gives logits of `ids[:, :-1]`, to be compared with `ids[:, 1:]`.
+- It puts a token of its own in front, and takes `ids` for the labels: the logits at a position are those of its own
+  token.
+- It runs with one number of positions alone, such as that of its table.
+
+The position behind the last is then any token, and so are positions that fill a row: they must have no influence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tformer_export.common.module_state import WriteUndo, unchanged
+
+
+@dataclass(frozen=True)
+class StepPositions:
+    """How forward counts the positions of its step input.
+
+    replaces_first: forward puts its own token in the place of the one that decoding starts with, which it is not given.
+    adds_first: forward puts its own token before all. The logits behind it alone are dropped.
+    drops_last: each call has one position more.
+    length: the number of positions that forward runs with; 0 for any.
+    """
+
+    replaces_first: bool = False
+    adds_first: bool = False
+    drops_last: bool = False
+    length: int = 0
+
+    def to_module(self, step: torch.Tensor) -> torch.Tensor:
+        """Return the step input, (batch, time, …), as forward takes it."""
+        step = step[:, 1:] if self.replaces_first else step
+        more = self.length - step.shape[1] if self.length else int(self.drops_last)
+        # Padding by a number of positions that a trace does not know is not an operation for a number that is known.
+        return nn.functional.pad(step, (*[0, 0] * (step.dim() - 2), 0, more)) if self.length or more else step
+
+    def from_module(self, logits: torch.Tensor, axis: int, time: int | torch.SymInt) -> torch.Tensor:
+        """Return the logits of the positions of the step input. `axis` is the time axis of the logits."""
+        if self.adds_first:
+            logits = logits.narrow(axis, 1, logits.shape[axis] - 1)
+        return logits.narrow(axis, 0, time) if self.length else logits
+
+
+PLAIN = StepPositions()
+
+
+def find_step_positions(adapter: nn.Module, step_input: str | None, inputs: Mapping[str, torch.Tensor]) -> StepPositions:
+    """Find out how forward counts the positions of its step input, by which of them have an influence on which logits.
+
+    Cost: at most nine runs of forward. A forward with a token of its own is looked for where the step input is ids.
+    """
+    if step_input is None or inputs[step_input].dim() < 2 or inputs[step_input].shape[1] < 3:
+        return PLAIN
+    probe = _Probe(adapter, step_input, inputs)
+    if probe.first is None or probe.first.dim() != 3 or probe.first.shape[0] != probe.step.shape[0]:
+        return PLAIN
+    time = probe.step.shape[1]
+    more = probe.first.shape[1] - time
+    if more == -1 and probe.has_no_influence(-1, time - 1) and probe.has_influence(-2, time - 2):
+        return StepPositions(drops_last=True)
+    if more == 0 and probe.runs_with_this_length_alone() and probe.has_no_influence(-1, time - 1):
+        return StepPositions(length=time)
+    if probe.step.is_floating_point():
+        return PLAIN
+    alone = len(inputs) == 1  # a prompt then holds tokens to continue; else it is the token that decoding starts with
+    if more == 1 and probe.has_no_influence(-1, time) and probe.has_influence(-1, time):
+        return StepPositions(replaces_first=not alone, adds_first=alone)
+    if more == 0 and all(
+        (probe.has_no_influence(-1, time), probe.has_no_influence(-2, time - 1), probe.has_influence(-2, time - 1))
+    ):
+        return StepPositions(replaces_first=not alone, adds_first=alone, drops_last=True)
+    return PLAIN
+
+
+class _Probe:
+    """Runs forward on changed examples. The state of the module is restored after each run."""
+
+    def __init__(self, adapter: nn.Module, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.adapter, self.name, self.inputs = adapter, name, inputs
+        self.step = inputs[name]
+        self.first = self._run(self.step)
+
+    def has_no_influence(self, position: int, count: int) -> bool:
+        """Return whether the first `count` rows of logits are the same whatever stands at a position."""
+        runs = [*self._changed(position)]
+        return bool(runs) and all(self._has_equal_rows(run, 0, count) for run in runs)
+
+    def has_influence(self, position: int, row: int) -> bool:
+        """Return whether a row of logits changes with a position."""
+        return any(run is not None and not self._has_equal_rows(run, row, row + 1) for run in self._changed(position))
+
+    def runs_with_this_length_alone(self) -> bool:
+        time = self.step.shape[1]
+        others = (self.step[:, :-1], self.step[:, : time // 2 + 1], torch.cat([self.step, self.step[:, :1]], 1))
+        return all(self._run(other) is None for other in others)
+
+    def _has_equal_rows(self, run: torch.Tensor | None, start: int, stop: int) -> bool:
+        assert self.first is not None
+        if run is None or run.shape != self.first.shape:
+            return False
+        return torch.equal(run[:, start:stop], self.first[:, start:stop])
+
+    def _changed(self, position: int) -> Iterator[torch.Tensor | None]:
+        """Yield the logits of up to two examples with another value at a position, in each row."""
+        found = 0
+        for other in range(self.step.shape[1]):
+            value = self.step.clone()
+            value[:, position] = self.step[:, other].flip(0)
+            same = (value[:, position] == self.step[:, position]).flatten(1 if value.dim() > 2 else 0)
+            if not bool((same.all(1) if value.dim() > 2 else same).any()):
+                yield self._run(value)
+                found += 1
+            if found == 2:
+                return
+
+    def _run(self, step: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits; None if forward fails or returns something else."""
+        inputs = {**self.inputs, self.name: step}
+        try:
+            with torch.no_grad(), unchanged(self.adapter), WriteUndo(self.adapter, []), torch.random.fork_rng(devices=[]):
+                output = self.adapter(*(value.clone() for value in inputs.values()))
+        except Exception:  # the analysis reports errors of forward
+            return None
+        return output if isinstance(output, torch.Tensor) else None
