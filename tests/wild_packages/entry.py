@@ -56,7 +56,8 @@ class Entry:
     """A model of a public package or of a public repository.
 
     package: the name of its distribution, or of its repository on GitHub. model: its class, as the table shows it.
-    commit: of the repository; empty for a package. folder: the one in the repository that its modules are imported from.
+    commit: of the repository; empty for a package. folder: those in the repository that modules are imported from, with
+        spaces between them.
     unused: modules that it imports and that the model does not call: they need not be installed.
     inputs: by the names of the file's inputs. step: the one that the model is stepped over; None for a single pass.
     told: further arguments of `export`. masks: for each mask of forward, its description for `export` and a function

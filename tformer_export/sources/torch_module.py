@@ -56,6 +56,10 @@ def from_module(
         callable_ = OverRows(callable_, batch_axes_of(tensors, described))
         axes = {name: batched_axes(value, (axes or {}).get(name)) for name, value in tensors.items()}
         tensors = {name: value.unsqueeze(0) for name, value in tensors.items()}
+    single_axes = _single_axes(tensors.get(step_input or ""), (axes or {}).get(step_input or "", ()))
+    if step_input is not None and single_axes:
+        tensors[step_input] = tensors[step_input].squeeze(single_axes)
+        axes = _without_axes(axes or {}, step_input, single_axes)
     for name, mask in described.items():
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
             if of not in tensors:
@@ -63,16 +67,17 @@ def from_module(
     adapted = as_float32(callable_)
     if adapted is not callable_:
         tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    special = special_tokens or SpecialTokens()
     outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
     if outputs and (step_input is not None or head):
         reason = f"that is stepped over {step_input!r} gives logits" if step_input is not None else "with a head"
         raise SourceError(f"a model {reason}: name one output, not {len(outputs)}")
     heads = find_heads(users_module(adapted), head)
-    call = _Call(adapted, fixed, described, step_input, output, heads, numbers)
+    call = _Call(adapted, fixed, described, step_input, output, heads, numbers, single_axes)
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
-    positions = find_step_positions(adapter, step_input, inputs)
+    positions = find_step_positions(adapter, step_input, inputs, bool(special.bos_token_ids))
     call = replace(call, positions=positions)
     if written:
         call = call.with_fresh_caches(written, tensors, free.axes)
@@ -89,7 +94,7 @@ def from_module(
         has_lengths_alone=all(mask.kind == "lengths" for mask in described.values() if mask.depends_on_padding),
         axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
         min_lengths=free.min_lengths,
-        special_tokens=special_tokens or SpecialTokens(),
+        special_tokens=_with_start(special, positions),
         max_length=min(max_length or positions.length, positions.length) if positions.length else max_length,
         series=series,
         outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
@@ -107,6 +112,7 @@ class _Call:
     output: str | int | Sequence[str | int] | None
     heads: Sequence[Callable[[torch.Tensor], torch.Tensor]]
     numbers: Sequence[str]
+    single_axes: Sequence[int] = ()
     caches: Mapping[str, int] = field(default_factory=dict)
     row_axes: Sequence[int] = ()
     positions: StepPositions = PLAIN
@@ -149,6 +155,7 @@ class _Call:
             self.row_axes,
             self.numbers,
             self.positions,
+            self.single_axes,
         )
         return adapter, inputs
 
@@ -198,6 +205,31 @@ class _Call:
         undo = WriteUndo(adapter, [])
         with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
             return adapter(*(value.clone() for value in inputs.values()))
+
+
+def _single_axes(step: torch.Tensor | None, axes: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the axes of size 1 of ids that have others than batch and time, such as (batch, streams, time)."""
+    if step is None or step.dim() < 3 or step.is_floating_point():
+        return ()
+    single = tuple(axis for axis in range(1, step.dim()) if step.shape[axis] == 1 and axis not in axes)
+    return single if step.dim() - len(single) == 2 else ()
+
+
+def _without_axes(
+    axes: Mapping[str, Sequence[int | None]], name: str, dropped: Sequence[int]
+) -> dict[str, Sequence[int | None]]:
+    """Return the axes of all inputs, where one input no longer has some."""
+    if name not in axes:
+        return dict(axes)
+    left = [axis if axis is None else axis - sum(other < axis for other in dropped) for axis in axes[name]]
+    return {**axes, name: left}
+
+
+def _with_start(special: SpecialTokens, positions: StepPositions) -> SpecialTokens:
+    """Return special tokens with one that decoding starts with, if forward is not given it, so that any will do."""
+    if special.bos_token_ids or not positions.replaces_first:
+        return special
+    return replace(special, bos_token_ids=special.eos_token_ids[:1] or (int(special.pad_token_id == 0),))
 
 
 def _with_one_row_more(example: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, torch.Tensor]:

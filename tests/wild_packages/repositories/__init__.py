@@ -15,12 +15,12 @@ _MODULES = [importlib.import_module(f"{__name__}.{module.name}") for module in p
 ENTRIES: dict[str, Entry] = {entry.name: entry for module in _MODULES for entry in module.ENTRIES}
 
 
-def import_from(entry: Entry, folder: Path) -> None:
-    """Let this process import the modules of an entry's repository, which is cloned if `folder` does not have it."""
-    checkout = folder / entry.package
+def import_from(entry: Entry, repositories: Path) -> None:
+    """Let this process import the modules of an entry's repository, which is cloned if the folder does not have it."""
+    checkout = repositories / entry.package
     if not checkout.is_dir():
         subprocess.run(["git", "clone", "--quiet", f"https://github.com/{entry.package}", checkout], check=True)
         subprocess.run(["git", "-C", checkout, "checkout", "--quiet", entry.commit], check=True)
-    sys.path.insert(0, str(checkout / entry.folder))
+    sys.path[:0] = [str(checkout / folder) for folder in entry.folder.split()]
     for name in entry.unused:
         sys.modules[name] = MagicMock()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.sources import lengths
-from wild_packages.entry import END, PAD, VOCABULARY, Entry, Input, ids
+from tformer_export.sources import lengths, padding
+from wild_packages.entry import END, PAD, START, VOCABULARY, Entry, Input, ids, numbers
 
 V = VOCABULARY
 
@@ -57,7 +57,7 @@ def dalle() -> nn.Module:
     from dalle_pytorch import DALLE, DiscreteVAE
 
     vae = DiscreteVAE(image_size=32, num_layers=2, num_tokens=V, codebook_dim=16, hidden_dim=8)
-    return DALLE(dim=32, vae=vae, num_text_tokens=V, text_seq_len=6, depth=2, heads=4, dim_head=8)
+    return DALLE(dim=32, vae=vae, num_text_tokens=V, text_seq_len=6, depth=2, heads=4, dim_head=16)
 
 
 def sasrec() -> nn.Module:
@@ -72,7 +72,126 @@ def sasrec() -> nn.Module:
     return SASRec(config, SimpleNamespace(num=lambda field: V))
 
 
+def catr() -> nn.Module:
+    from models import backbone
+    from models.caption import build_model
+
+    backbone.is_main_process = lambda: False  # which would download weights
+    config = SimpleNamespace(
+        hidden_dim=32, pad_token_id=PAD, max_position_embeddings=16, layer_norm_eps=1e-12, dropout=0.0, vocab_size=V,
+        enc_layers=2, dec_layers=2, dim_feedforward=48, nheads=4, pre_norm=True, backbone="resnet18",
+        position_embedding="sine", dilation=False, lr_backbone=0.0,
+    )  # fmt: skip
+    return build_model(config)[0]
+
+
+def caption(module: nn.Module, samples: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The module takes one number of positions."""
+    filled = nn.functional.pad(target, (0, 16 - target.shape[1]))
+    return module(samples, filled, torch.zeros_like(filled).bool())[:, : target.shape[1]]
+
+
+def parlai() -> nn.Module:
+    from parlai.agents.transformer.modules import TransformerGeneratorModel
+
+    class Dictionary(dict):  # type: ignore[type-arg]
+        null_token, start_token, end_token, unk_token = "pad", "start", "end", "unk"
+
+    words = Dictionary({str(i): i for i in range(V)} | {"pad": PAD, "start": START, "end": END, "unk": 3})
+    options = {
+        "embedding_size": 32, "n_heads": 4, "n_layers": 2, "n_encoder_layers": -1, "n_decoder_layers": -1,
+        "ffn_size": 48, "dropout": 0.0, "attention_dropout": 0.0, "relu_dropout": 0.0, "activation": "gelu",
+        "variant": "aiayn", "n_positions": 64, "n_segments": 0, "embeddings_scale": True, "output_scaling": 1.0,
+        "learn_positional_embeddings": False, "share_word_embeddings": True, "truncate": 64,
+    }  # fmt: skip
+    return TransformerGeneratorModel(options, words)
+
+
+def forced(module: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
+    """The module has its own token in the place of the first, and does not read the last."""
+    return module(xs, ys=nn.functional.pad(ys[:, 1:], (0, 1), value=5))[0]
+
+
+def speech() -> nn.Module:
+    from decoder import Decoder
+    from encoder import Encoder
+    from transformer import Transformer
+
+    encoder = Encoder(8, 2, 4, 8, 8, 32, 48, dropout=0.0, pe_maxlen=64)
+    return Transformer(encoder, Decoder(START, END, V, 32, 2, 4, 8, 8, 32, 48, dropout=0.0, pe_maxlen=64))
+
+
+def music() -> nn.Module:
+    from audiocraft.models.lm import LMModel
+    from audiocraft.modules.codebooks_patterns import ParallelPatternProvider
+    from audiocraft.modules.conditioners import ConditionFuser, ConditioningProvider
+
+    conditions = ConditioningProvider({}), ConditionFuser({"sum": [], "cross": [], "prepend": [], "input_interpolate": []})
+    return LMModel(
+        ParallelPatternProvider(1), *conditions, n_q=1, card=V, dim=32, num_heads=4, num_layers=2, causal=True,
+        norm_first=True,
+    )  # fmt: skip
+
+
 ENTRIES = [
+    Entry(
+        "facebookresearch/audiocraft",
+        "LMModel",
+        music,
+        {"sequence": ids()},
+        "sequence",
+        told={"fixed_arguments": {"conditions": [], "condition_tensors": {}}},
+        wrap=lambda rows: {name: row[:, None] for name, row in rows.items()},
+        reads=lambda module, sequence: module(sequence[:, None], [], {})[:, 0],
+        commit="896ec7c47f5e5d1e5aa1e4b260c4405328bf009d",
+        unused=("audiocraft.solvers", "audiocraft.solvers.compression", "flashy", "flashy.distrib", "xformers", "spacy", "num2words", "librosa", "julius", "av", "soundfile",
+                "demucs", "torchdiffeq", "hydra", "dora", "treetable", "torchmetrics", "encodec", "audioseal",
+                "pesq", "pystoi", "soxr", "xformers.ops", "laion_clap", "transformers"),
+    ),
+    Entry(
+        "saahiluppal/catr",
+        "Caption",
+        catr,
+        {"samples": numbers(3, 64, 64), "target": ids()},
+        "target",
+        told={"axes": {"samples": (0,)}},
+        masks={"target_mask": (padding("target", keep=False), lambda target: torch.zeros_like(target).bool())},
+        reads=caption,
+        seed=1,
+        gain=2.0,
+        length=16,
+        max_length=None,
+        commit="fac82f9b4004b1dd39ccf89760b758ad19a2dbee",
+    ),
+    Entry(
+        "facebookresearch/ParlAI",
+        "TransformerGeneratorModel",
+        parlai,
+        {"xs": ids(), "ys": ids()},
+        "ys",
+        reads=forced,
+        commit="a29567f7ce76992fd1f03c51ba9e3b155a37ea51",
+        unused=("pkg_resources", "iopath", "iopath.common.file_io", "requests"),
+    ),
+    Entry(
+        "kaituoxu/Speech-Transformer",
+        "Transformer",
+        speech,
+        {"padded_input": numbers(None, 8), "padded_target": ids()},
+        "padded_target",
+        masks={
+            "input_lengths": (
+                lengths("padded_input"), lambda padded_input, **_: torch.tensor([padded_input.shape[1]])
+            )
+        },
+        reads=lambda module, padded_input, padded_target: module(
+            padded_input, torch.tensor([padded_input.shape[1]]), padded_target[:, 1:]
+        )[0],
+        gain=0.5,
+        seed=6,
+        commit="43d83eab2e4e25a4250ddff702aa0a2d4dffe4e6",
+        folder="src/transformer src/utils",
+    ),
     Entry(
         "facebookresearch/XLM",
         "TransformerModel",
@@ -90,6 +209,8 @@ ENTRIES = [
         dalle,
         {"text": Input((6,), V), "image": ids()},
         step="image",
+        told={"special_tokens": {"eos_token_id": END}},
+        reads=lambda module, text, image: module(text, image[:, 1:])[:, 6:, V + 6 :],
         commit="58c1e1a4fef10725a79bd45cdb5581c03e3e59e7",
         unused=("requests", "omegaconf", "taming", "taming.models.vqgan", "taming.models", "pkg_resources"),
     ),

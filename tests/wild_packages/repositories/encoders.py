@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -16,13 +19,18 @@ V = VOCABULARY
 def ast() -> nn.Module:
     import timm
     from models.ast_models import ASTModel
+    from timm.models.deit import VisionTransformerDistilled
 
+    def vit_deit_tiny_distilled_patch16_224(**_: Any) -> nn.Module:
+        return VisionTransformerDistilled(embed_dim=32, depth=2, num_heads=4)
+
+    timm.models.register_model(vit_deit_tiny_distilled_patch16_224)
     # timm 0.4.5, which the repository asks for, does not run with this PyTorch.
     with patch.object(timm, "__version__", "0.4.5"):
         model = ASTModel(
             label_dim=10, input_fdim=32, input_tdim=64, imagenet_pretrain=False, model_size="tiny224", verbose=False
         )
-    model.v.patch_embed.img_size = None  # the patches of timm 0.4.5, which the repository replaces, check no size
+    model.v.patch_embed.img_size = None  # timm 0.4.5 has the repository's patches here, which check no size
     return model
 
 
@@ -52,12 +60,40 @@ def enformer() -> nn.Module:
     )  # fmt: skip
 
 
+def graphormer() -> nn.Module:
+    # What fairseq, which does not run with this Python, gives the module in eval mode.
+    utils = SimpleNamespace(
+        get_activation_fn=lambda name: getattr(nn.functional, name),
+        softmax=lambda x, dim, onnx_trace: nn.functional.softmax(x, dim, dtype=torch.float32),
+    )
+    parts = SimpleNamespace(
+        FairseqDropout=lambda p, module_name: nn.Dropout(p),
+        LayerNorm=lambda width, export: nn.LayerNorm(width),
+        LayerDropModuleList=nn.ModuleList,
+        quant_noise=lambda module, p, block_size: module,
+    )
+    for name in ("", ".modules", ".modules.fairseq_dropout", ".modules.quant_noise"):
+        sys.modules[f"fairseq{name}"] = SimpleNamespace(utils=utils, **vars(parts))  # type: ignore[assignment]
+    from modules import GraphormerGraphEncoder
+
+    return GraphormerGraphEncoder(
+        num_atoms=20, num_in_degree=8, num_out_degree=8, num_edges=9, num_spatial=7, num_edge_dis=6,
+        edge_type="multi_hop", multi_hop_max_dist=3, num_encoder_layers=2, embedding_dim=32, ffn_embedding_dim=48,
+        num_attention_heads=4, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+
+
 def pytorchic_bert() -> nn.Module:
     from models import Config, Transformer
 
     return Transformer(Config(vocab_size=V, dim=32, n_layers=2, n_heads=4, dim_ff=48, max_len=64))
 
 
+GRAPH = {
+    "x": Input((6, 2), 20, 0), "in_degree": Input((6,), 8, 0), "out_degree": Input((6,), 8, 0),
+    "attn_bias": numbers(7, 7), "spatial_pos": Input((6, 6), 7, 0), "edge_input": Input((6, 6, 4, 2), 9, 0),
+    "attn_edge_type": Input((6, 6, 2), 9, 0),
+}  # fmt: skip
 
 ENTRIES = [
     Entry(
@@ -78,12 +114,18 @@ ENTRIES = [
     Entry(
         "wenet-e2e/wenet", "ConformerEncoder", wenet, {"xs": numbers(None, 16)}, unit=4,
         masks={"xs_lens": (lengths("xs"), lambda xs: torch.tensor([xs.shape[1]]))},
-        unused=("wenet.cli", "wenet.cli.model"), commit="015469960db73eb19c49a48c020d5ac9db69bae5",
+        unused=("wenet.cli", "wenet.cli.model", "wenet.models.squeezeformer.subsampling"),
+        commit="015469960db73eb19c49a48c020d5ac9db69bae5",
     ),
     Entry(
         "lucidrains/enformer-pytorch", "Enformer", enformer, {"x": numbers(64, 4)},
         told={"axes": {"x": (0,)}, "fixed_arguments": {"head": "human"}}, unused=("polars", "pyfaidx"),
         commit="5a5974d2821c728f93294731c50b55f1f55fd86d",
+    ),
+    Entry(
+        "microsoft/Graphormer", "GraphormerGraphEncoder", graphormer, GRAPH, wrap=lambda rows: {"batched_data": rows},
+        told={"axes": dict.fromkeys(GRAPH, (0,)), "output": 1}, folder="graphormer",
+        commit="ac154fe4253d076a1c294f14be20dad0351cff3c",
     ),
     Entry(
         "dhlee347/pytorchic-bert", "Transformer", pytorchic_bert, {"x": ids(), "seg": Input((None,), 2, 0)},

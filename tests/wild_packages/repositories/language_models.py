@@ -107,7 +107,8 @@ ENTRIES = [
         reads=lambda module, input_ids: module(input_ids).logits, seed=1,
         unused=(
             "boto3", "botocore", "botocore.exceptions", "botocore.config", "cached_path", "cached_path.schemes",
-            "google", "google.api_core", "google.api_core.retry", "requests", "importlib_resources", "importlib_resources.abc",
+            "google", "google.api_core", "google.api_core.retry", "requests", "importlib_resources",
+            "importlib_resources.abc",
         ),
     ),
     Entry(

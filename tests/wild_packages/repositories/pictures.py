@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections.abc
+import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,12 +29,6 @@ def detr() -> nn.Module:
         32, 4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=48, return_intermediate_dec=True
     )
     return DETR(backbone, transformer, num_classes=7, num_queries=5)
-
-
-def nested(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-    from util.misc import NestedTensor
-
-    return {"samples": NestedTensor(rows["tensors"], rows["mask"])}
 
 
 def dino() -> nn.Module:
@@ -61,6 +57,11 @@ def swin() -> nn.Module:
 def mae() -> nn.Module:
     from models_vit import VisionTransformer
 
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """The forward of timm 0.3.2, which the repository inherits. It does not run with this PyTorch."""
+        return self.head(self.forward_features(x))  # type: ignore[no-any-return]
+
+    VisionTransformer.forward = forward
     return VisionTransformer(
         img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=10, qkv_bias=True,
         norm_layer=partial(nn.LayerNorm, eps=1e-6),
@@ -107,6 +108,8 @@ def rt_detr() -> nn.Module:
 
 
 def time_sformer() -> nn.Module:
+    # PyTorch had this module until 2.0.
+    sys.modules["torch._six"] = SimpleNamespace(container_abcs=collections.abc)  # type: ignore[assignment]
     from timesformer.models.vit import VisionTransformer
 
     return VisionTransformer(
@@ -133,15 +136,16 @@ def one(package: str, model: str, build: Any, commit: str, *shape: int, name: st
 
 
 STEP, LABEL = Input((), 1000, 0), Input((), 10, 0)
-DETR = {
-    "build": detr, "inputs": {"tensors": numbers(3, 96, 96), "mask": Input((96, 96), 2, 0)}, "wrap": nested,
-    "commit": "29901c51d7fe8712168b8d0d64351170bc0f83e0",
-}  # fmt: skip
-DETR_AXES = {"tensors": (0,), "mask": (0,)}
+DETR_AT = "29901c51d7fe8712168b8d0d64351170bc0f83e0"
 
 ENTRIES = [
-    Entry("facebookresearch/detr", "DETR, classes", told={"axes": DETR_AXES, "output": "pred_logits"}, **DETR),
-    Entry("facebookresearch/detr", "DETR, boxes", told={"axes": DETR_AXES, "output": "pred_boxes"}, **DETR),
+    one(
+        "facebookresearch/detr", "DETR, classes", detr, DETR_AT, 3, 64, 64, name="samples",
+        told={"output": "pred_logits"},
+    ),
+    one(
+        "facebookresearch/detr", "DETR, boxes", detr, DETR_AT, 3, 64, 64, name="samples", told={"output": "pred_boxes"}
+    ),
     one("facebookresearch/dino", "VisionTransformer", dino, "7c446df5b9f45747937fb0d72314eb9f7b66930a"),
     one("facebookresearch/dinov2", "DinoVisionTransformer", dino_2, "b8931f7bf91576930313be2c6d6af376033b35f0"),
     one("microsoft/Swin-Transformer", "SwinTransformerV2", swin, "f82860bfb5225915aca09c3227159ee9e1df874d"),
@@ -157,8 +161,8 @@ ENTRIES = [
         "facebookresearch/TimeSformer", "VisionTransformer, divided space and time", time_sformer,
         "a5ef29a7b7264baff199a30b3306ac27de901133", 3, 4, 32, 32,
         unused=(
-            "fvcore", "fvcore.common", "fvcore.common.registry", "fvcore.common.file_io", "fvcore.nn",
-            "fvcore.nn.weight_init", "simplejson",
+            "fvcore", "fvcore.common", "fvcore.common.registry", "fvcore.common.file_io", "simplejson",
+            "timesformer.models.video_model_builder", "timesformer.models.custom_video_model_builder",
         ),
     ),
     Entry(

@@ -61,7 +61,8 @@ class _Tracer:
     def trace(self) -> RebuiltModule | None:
         try:
             first = self._record(self._sizes(2), DataKind(False), 0)
-        except FORWARD_FAILURES:
+        except FORWARD_FAILURES as error:
+            logger.debug("forward cannot be recorded: %s", error)
             return None
         if not all(self._run(self._sizes(2), kind) for kind in self.draws.kinds):
             self.draws = replace(self.draws, fills_one_row=True)

@@ -31,6 +31,7 @@ class Adapter(nn.Module):
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
     positions: how forward counts the positions of the step input.
+    single_axes: axes of size 1 that the step input has in the module, and its logits too. The adapter's have none.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Adapter(nn.Module):
         row_axes: Sequence[int] = (),
         numbers: Sequence[str] = (),
         positions: StepPositions = PLAIN,
+        single_axes: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.module, self.flat_logits, self.heads, self.positions = module, flat_logits, tuple(heads), positions
         self.caches, self.row_axes, self.numbers = dict(caches or {}), tuple(row_axes), tuple(numbers)
+        self.single_axes = tuple(single_axes)
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
 
@@ -70,6 +73,8 @@ class Adapter(nn.Module):
             output = output.reshape(*first, output.shape[-1])
         if self.step is None:
             return output
+        if output.dim() == inputs[self.names.index(self.step)].dim() + len(self.single_axes) + 1:
+            output = output.squeeze(self.single_axes)
         output = output.movedim(self.layouts[self.step], (0, 1)) if self.step in self.layouts else output
         return self.positions.from_module(output, 1, inputs[self.names.index(self.step)].shape[1])
 
@@ -101,6 +106,8 @@ class Adapter(nn.Module):
             arguments[name] = mask.build(keep, lengths, padded=mask.of in keeps)
         for name, axes in self.layouts.items():
             arguments[name] = arguments[name].movedim((0, 1), axes)
+        for axis in self.single_axes:
+            arguments[str(self.step)] = arguments[str(self.step)].unsqueeze(axis)
         for name in self.numbers:
             arguments[name] = arguments[name].squeeze(1)
         return call_by_name(self.module, arguments)

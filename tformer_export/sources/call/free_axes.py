@@ -1,8 +1,8 @@
 """Which axes of an input may vary: forward is run at other sizes, and its errors are counted.
 
-Ids are (batch, time). Other inputs may have channels before time, as mel spectrograms (batch, 80, frames), or one size,
-as pictures (batch, 3, 32, 32) and histories of a fixed length. Their axes are looked for only where forward does not
-run with axes (0, 1).
+Ids are (batch, time). Other inputs may have channels before time, as mel spectrograms (batch, 80, frames). Any input
+may have one size, as pictures (batch, 3, 32, 32), and histories and texts of a fixed length. The axes are looked for
+only where forward does not run with axes (0, 1).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AxisProbe:
     step_input: str | None
 
     def find(self) -> FreeAxes:
-        """Find the axes of the inputs that are neither ids nor the step input.
+        """Find the axes of the inputs other than the step input.
 
         Cost: one run of forward at small sizes if all axes are (0, 1). Else up to four runs, at half to twice the sizes
         of the example, for each axis of an input (for each combination of them, with several inputs), and one for each
@@ -84,9 +84,7 @@ class AxisProbe:
         return FreeAxes(axes, self._min_lengths([name for name in unknown if len(axes[name]) > 1], axes))
 
     def _is_unknown(self, name: str, value: torch.Tensor) -> bool:
-        if name in self.stated or name == self.step_input:
-            return False
-        return value.dim() > 2 or (value.dim() == 2 and value.is_floating_point())
+        return name not in self.stated and name != self.step_input and value.dim() > 1
 
     def _varies(self, axes: Axes) -> bool:
         return any(

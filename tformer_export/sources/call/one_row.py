@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tformer_export.common.derived_inputs import BATCH, Mask
 from tformer_export.sources.call.outputs import all_outputs
+from tformer_export.sources.call.selected_ids import AllIdsSelected
 from tformer_export.sources.call.signature import call_by_name, parameters_of
 
 _IDS = (torch.int64, torch.int32)
@@ -52,7 +53,9 @@ class RowByRow(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         def run(*rows: torch.Tensor) -> Any:
-            outputs = self.module(*(row.unsqueeze(0) for row in rows))
+            batch = [row.unsqueeze(0) for row in rows]
+            with AllIdsSelected(batch):
+                outputs = self.module(*batch)
             return tuple(out.squeeze(0) for out in outputs) if isinstance(outputs, tuple) else outputs.squeeze(0)
 
         with _mapped_as_one_operation():

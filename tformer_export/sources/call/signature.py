@@ -34,14 +34,15 @@ def takes_any_name(module: nn.Module) -> bool:
 def call_by_name(module: nn.Module, arguments: Mapping[str, Any]) -> Any:
     """Call a module with arguments by name. Those that it takes by position only are passed by position.
 
-    Arguments of `*inputs` have names of the caller's choice and are passed in their order.
+    Arguments of `*inputs` have its name or names of the caller's choice, and are passed in their order.
     """
     by_name = dict(arguments)
     parameters = parameters_of(module)
     kinds = {parameter.kind: name for name, parameter in parameters.items()}
     positional = [n for n, p in parameters.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
-        before = list(parameters)[: list(parameters).index(kinds[inspect.Parameter.VAR_POSITIONAL])]
-        positional = [*before, *(name for name in by_name if name not in parameters)]
+        variable = kinds[inspect.Parameter.VAR_POSITIONAL]
+        before = list(parameters)[: list(parameters).index(variable)]
+        positional = [*before, *(name for name in by_name if name == variable or name not in parameters)]
     by_position = [by_name.pop(name) for name in positional if name in by_name]
     return module(*by_position, **by_name)

@@ -3,8 +3,8 @@
 A file needs, for each position, the logits of the token that follows it. Code for training often counts otherwise:
 
 - It drops the last position: `forward(ids)` gives logits of `ids[:, :-1]`, to be compared with `ids[:, 1:]`.
-- It puts a token of its own in front, and takes `ids` for the labels: the logits at a position are those of its own
-  token.
+- It has rows of its own in front: a token, for which `ids` are the labels, or vectors of a picture. The logits have
+  these rows too.
 - It runs with one number of positions alone, such as that of its table.
 
 The position behind the last is then any token, and so are positions that fill a row: they must have no influence.
@@ -12,11 +12,14 @@ The position behind the last is then any token, and so are positions that fill a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.common.module_state import WriteUndo, unchanged
 
@@ -25,14 +28,15 @@ from tformer_export.common.module_state import WriteUndo, unchanged
 class StepPositions:
     """How forward counts the positions of its step input.
 
-    replaces_first: forward puts its own token in the place of the one that decoding starts with, which it is not given.
-    adds_first: forward puts its own token before all. The logits behind it alone are dropped.
+    replaces_first: forward has a row of its own in the place of the token that decoding starts with. It is not given
+        that token.
+    rows_in_front: the number of rows of the logits before those of the step input, which are dropped.
     drops_last: each call has one position more.
     length: the number of positions that forward runs with; 0 for any.
     """
 
     replaces_first: bool = False
-    adds_first: bool = False
+    rows_in_front: int = 0
     drops_last: bool = False
     length: int = 0
 
@@ -40,45 +44,46 @@ class StepPositions:
         """Return the step input, (batch, time, …), as forward takes it."""
         step = step[:, 1:] if self.replaces_first else step
         more = self.length - step.shape[1] if self.length else int(self.drops_last)
-        # Padding by a number of positions that a trace does not know is not an operation for a number that is known.
         return nn.functional.pad(step, (*[0, 0] * (step.dim() - 2), 0, more)) if self.length or more else step
 
     def from_module(self, logits: torch.Tensor, axis: int, time: int | torch.SymInt) -> torch.Tensor:
         """Return the logits of the positions of the step input. `axis` is the time axis of the logits."""
-        if self.adds_first:
-            logits = logits.narrow(axis, 1, logits.shape[axis] - 1)
+        if self.rows_in_front:
+            logits = logits.narrow(axis, self.rows_in_front, logits.shape[axis] - self.rows_in_front)
         return logits.narrow(axis, 0, time) if self.length else logits
 
 
 PLAIN = StepPositions()
 
 
-def find_step_positions(adapter: nn.Module, step_input: str | None, inputs: Mapping[str, torch.Tensor]) -> StepPositions:
+def find_step_positions(
+    adapter: nn.Module, step_input: str | None, inputs: Mapping[str, torch.Tensor], has_start: bool
+) -> StepPositions:
     """Find out how forward counts the positions of its step input, by which of them have an influence on which logits.
 
-    Cost: at most nine runs of forward. A forward with a token of its own is looked for where the step input is ids.
+    has_start: whether the caller declares a token that decoding starts with. Forward is given it behind rows of its own
+        (of a picture, say), but not behind a token of its own. A model without another input gets a prompt, whose
+        tokens are all given.
+
+    Cost: at most ten runs of forward. Rows in front are looked for where the step input is ids.
     """
     if step_input is None or inputs[step_input].dim() < 2 or inputs[step_input].shape[1] < 3:
         return PLAIN
     probe = _Probe(adapter, step_input, inputs)
     if probe.first is None or probe.first.dim() != 3 or probe.first.shape[0] != probe.step.shape[0]:
         return PLAIN
-    time = probe.step.shape[1]
-    more = probe.first.shape[1] - time
-    if more == -1 and probe.has_no_influence(-1, time - 1) and probe.has_influence(-2, time - 2):
-        return StepPositions(drops_last=True)
-    if more == 0 and probe.runs_with_this_length_alone() and probe.has_no_influence(-1, time - 1):
+    time, rows = probe.step.shape[1], probe.first.shape[1]
+    if rows == time and probe.runs_with_this_length_alone() and probe.has_no_influence(-1, rows - 1):
         return StepPositions(length=time)
-    if probe.step.is_floating_point():
+    drops_last = probe.has_no_influence(-1, rows)
+    in_front = rows - time + int(drops_last)
+    last = -2 if drops_last else -1
+    if in_front < 0 or not (probe.has_no_influence(last, rows - 1) and probe.has_influence(last, rows - 1)):
         return PLAIN
-    alone = len(inputs) == 1  # a prompt then holds tokens to continue; else it is the token that decoding starts with
-    if more == 1 and probe.has_no_influence(-1, time) and probe.has_influence(-1, time):
-        return StepPositions(replaces_first=not alone, adds_first=alone)
-    if more == 0 and all(
-        (probe.has_no_influence(-1, time), probe.has_no_influence(-2, time - 1), probe.has_influence(-2, time - 1))
-    ):
-        return StepPositions(replaces_first=not alone, adds_first=alone, drops_last=True)
-    return PLAIN
+    if in_front == 0 or probe.step.is_floating_point():
+        return StepPositions(drops_last=drops_last) if in_front == 0 else PLAIN
+    gives_start = len(inputs) == 1 or (has_start and not drops_last and not probe.has_own_token())
+    return StepPositions(not gives_start, in_front if gives_start else in_front - 1, drops_last)
 
 
 class _Probe:
@@ -102,6 +107,13 @@ class _Probe:
         time = self.step.shape[1]
         others = (self.step[:, :-1], self.step[:, : time // 2 + 1], torch.cat([self.step, self.step[:, :1]], 1))
         return all(self._run(other) is None for other in others)
+
+    def has_own_token(self) -> bool:
+        """Return whether forward computes ids that are those of the step input behind one of its own."""
+        seen = _TokenInFront(self.step)
+        with seen:
+            self._run(self.step)
+        return seen.found
 
     def _has_equal_rows(self, run: torch.Tensor | None, start: int, stop: int) -> bool:
         assert self.first is not None
@@ -131,3 +143,26 @@ class _Probe:
         except Exception:  # the analysis reports errors of forward
             return None
         return output if isinstance(output, torch.Tensor) else None
+
+
+class _TokenInFront(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks for ids, (batch, time + 1) or (time + 1, batch), with the step input behind the same id in each row."""
+
+    def __init__(self, step: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.step, self.found = step, False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        returned = function(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(returned):
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
+                self.found = self.found or self._has_token(value) or self._has_token(value.T)
+        return returned
+
+    def _has_token(self, ids: torch.Tensor) -> bool:
+        batch, time = self.step.shape
+        if ids.shape != (batch, time + 1):
+            return False
+        return torch.equal(ids[:, 1:].long(), self.step.long()) and bool((ids[:, :1] == ids[:1, :1]).all())
