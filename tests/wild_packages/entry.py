@@ -58,6 +58,7 @@ class Entry:
     package: the name of its distribution, or of its repository on GitHub. model: its class, as the table shows it.
     commit: of the repository; empty for a package. folder: those in the repository that modules are imported from, with
         spaces between them.
+    requires: packages of the versions that it names, if others do not do.
     unused: modules that it imports and that the model does not call: they need not be installed.
     inputs: by the names of the file's inputs. step: the one that the model is stepped over; None for a single pass.
     told: further arguments of `export`. masks: for each mask of forward, its description for `export` and a function
@@ -87,6 +88,7 @@ class Entry:
     why: str = ""
     commit: str = ""
     folder: str = "."
+    requires: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
 
     @property

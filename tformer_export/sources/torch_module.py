@@ -17,6 +17,7 @@ from tformer_export.sources.call.containers import open_containers
 from tformer_export.sources.call.encode_decode import callable_module
 from tformer_export.sources.call.free_axes import Axes, AxisProbe
 from tformer_export.sources.call.heads import find_heads
+from tformer_export.sources.call.loss import returns_loss
 from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
 from tformer_export.sources.call.own_caches import MAX_AXES, cache_axes
 from tformer_export.sources.call.signature import parameters_of, required_parameters, takes_any_name
@@ -74,6 +75,7 @@ def from_module(
         raise SourceError(f"a model {reason}: name one output, not {len(outputs)}")
     heads = find_heads(users_module(adapted), head)
     call = _Call(adapted, fixed, described, step_input, output, heads, numbers, single_axes)
+    call = replace(call, reads_loss=call.returns_loss(tensors, _checked_axes(tensors, axes or {})))
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
@@ -116,6 +118,7 @@ class _Call:
     caches: Mapping[str, int] = field(default_factory=dict)
     row_axes: Sequence[int] = ()
     positions: StepPositions = PLAIN
+    reads_loss: bool = False
 
     @property
     def keeps(self) -> dict[str, str]:
@@ -135,9 +138,10 @@ class _Call:
         self, example: Mapping[str, torch.Tensor], axes: Axes, flat_logits: bool = False
     ) -> tuple[Adapter, dict[str, torch.Tensor]]:
         """Return the adapter and its inputs, with batch and time in front and with the keep-masks."""
-        layouts = {name: (own[0], own[1]) for name, own in axes.items() if len(own) == 2 and tuple(own) != (0, 1)}
+        layouts = {name: tuple(own) for name, own in axes.items() if tuple(own) not in ((0,), (0, 1))}
         inputs = {
-            name: value.movedim(layouts[name], (0, 1)) if name in layouts else value for name, value in example.items()
+            name: value.movedim(layouts[name], (0, 1)[: len(layouts[name])]) if name in layouts else value
+            for name, value in example.items()
         }
         inputs |= {name: build_mask(mask, inputs[mask.of]) for name, mask in self.keep_masks.items()}
         adapter = Adapter(
@@ -156,6 +160,7 @@ class _Call:
             self.numbers,
             self.positions,
             self.single_axes,
+            self.reads_loss,
         )
         return adapter, inputs
 
@@ -191,6 +196,18 @@ class _Call:
         if not all(len(grown) == 1 for grown in found) or not any(grown[0] for grown in found):
             return self
         return replace(self, row_axes=[grown[0] for grown in found])
+
+    def returns_loss(self, example: Mapping[str, torch.Tensor], axes: Axes) -> bool:
+        """Return whether forward of a model that is stepped over returns the loss of training alone."""
+        if self.step_input is None or self.output is not None:
+            return False
+        adapter, inputs = self.adapt(example, axes)
+        undo = WriteUndo(adapter, [])
+        try:
+            with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
+                return returns_loss(lambda: adapter.call_module(*(value.clone() for value in inputs.values())))
+        except Exception:  # the analysis reports errors of forward
+            return False
 
     def _runs(self, example: Mapping[str, torch.Tensor], axes: Axes) -> bool:
         try:
@@ -365,10 +382,6 @@ def _checked_axes(example: Mapping[str, torch.Tensor], axes_of: Mapping[str, Seq
             raise SourceError(
                 f"axes={{{name!r}: {tuple(axes)}}} is for a forward without a batch axis, and another input has one: "
                 "give all inputs with a batch axis, or all without"
-            )
-        if len(own) == 1 and own[0] != 0:
-            raise SourceError(
-                f"axes={{{name!r}: {tuple(axes)}}}: an input without a free time axis has its batch first"
             )
         checked[name] = own
     return checked

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -21,6 +22,12 @@ def import_from(entry: Entry, repositories: Path) -> None:
     if not checkout.is_dir():
         subprocess.run(["git", "clone", "--quiet", f"https://github.com/{entry.package}", checkout], check=True)
         subprocess.run(["git", "-C", checkout, "checkout", "--quiet", entry.commit], check=True)
+    for requirement in entry.requires:
+        target = repositories / requirement
+        if not target.is_dir():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--target", target, requirement], check=True)
+        sys.path.insert(0, str(target))
     sys.path[:0] = [str(checkout / folder) for folder in entry.folder.split()]
     for name in entry.unused:
-        sys.modules[name] = MagicMock()
+        sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))

@@ -133,7 +133,30 @@ def music() -> nn.Module:
     )  # fmt: skip
 
 
+def latex_ocr() -> nn.Module:
+    from munch import Munch
+    from pix2tex.models import get_model
+
+    arguments = {
+        "encoder_structure": "vit", "max_width": 32, "max_height": 16, "patch_size": 8, "channels": 1, "dim": 32,
+        "encoder_depth": 2, "num_layers": 2, "heads": 4, "num_tokens": V, "max_seq_len": 64, "pad_token": PAD,
+        "decoder_args": {"cross_attend": True, "attn_dim_head": 8}, "emb_dropout": 0.0, "device": "cpu", "wandb": False,
+    }  # fmt: skip
+    return get_model(Munch(arguments))
+
+
 ENTRIES = [
+    Entry(
+        "lukas-blecher/LaTeX-OCR",
+        "Model",
+        latex_ocr,
+        {"x": numbers(1, 16, 32), "tgt_seq": ids()},
+        "tgt_seq",
+        reads=lambda module, x, tgt_seq: module.decoder.net(tgt_seq, context=module.encoder(x)),
+        commit="f0269de46ed87c6dde917a3b8b95d9e3ced7cd5f",
+        requires=("x-transformers==0.15.0", "munch==4.0.0"),
+        unused=("entmax", "albumentations", "albumentations.pytorch", "cv2", "wandb", "timm.models.layers"),
+    ),
     Entry(
         "facebookresearch/audiocraft",
         "LMModel",

@@ -4,6 +4,7 @@ signature      the parameters of forward, and calls by their names
 encode_decode  a module with encode and decode and without forward
 containers     arguments that hold several tensors
 one_row        a forward without a batch axis
+loss           the logits of a forward that returns the loss of training
 selected_ids   selections of all ids of a row
 outputs        the logits among the results of forward
 own_caches     new caches for each call of a forward that writes into its own

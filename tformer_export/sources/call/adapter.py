@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Axis, Mask
+from tformer_export.sources.call.loss import logits_of_loss
 from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.call.own_caches import fresh_caches
 from tformer_export.sources.call.signature import call_by_name
@@ -22,7 +23,7 @@ class Adapter(nn.Module):
     fixed_arguments: arguments that are always the same.
     derived: arguments that are built from lengths.
     keeps: name of an input → the name of its keep-mask, (batch, time) bool. An input without one holds no padding.
-    layouts: name of an input → its batch and time axis in the module, where they are not 0 and 1.
+    layouts: name of an input → its batch and time axis in the module, where they are not 0 and 1; or its batch alone.
     step: the input whose layout the logits have.
     output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
     flat_logits: whether the module returns logits (batch · time, vocabulary).
@@ -31,6 +32,7 @@ class Adapter(nn.Module):
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
     positions: how forward counts the positions of the step input.
+    reads_loss: whether forward returns the loss of training, whose logits are taken.
     single_axes: axes of size 1 that the step input has in the module, and its logits too. The adapter's have none.
     """
 
@@ -41,7 +43,7 @@ class Adapter(nn.Module):
         fixed_arguments: Mapping[str, Any] | None = None,
         derived: Mapping[str, Mask] | None = None,
         keeps: Mapping[str, str] | None = None,
-        layouts: Mapping[str, tuple[int, int]] | None = None,
+        layouts: Mapping[str, tuple[int, ...]] | None = None,
         step: str | None = None,
         output: str | int | Sequence[str | int] | None = None,
         flat_logits: bool = False,
@@ -51,11 +53,12 @@ class Adapter(nn.Module):
         numbers: Sequence[str] = (),
         positions: StepPositions = PLAIN,
         single_axes: Sequence[int] = (),
+        reads_loss: bool = False,
     ) -> None:
         super().__init__()
         self.module, self.flat_logits, self.heads, self.positions = module, flat_logits, tuple(heads), positions
         self.caches, self.row_axes, self.numbers = dict(caches or {}), tuple(row_axes), tuple(numbers)
-        self.single_axes = tuple(single_axes)
+        self.single_axes, self.reads_loss = tuple(single_axes), reads_loss
         self.names, self.fixed_arguments, self.derived = names, dict(fixed_arguments or {}), dict(derived or {})
         self.keeps, self.layouts, self.step, self.output = dict(keeps or {}), dict(layouts or {}), step, output
 
@@ -105,9 +108,11 @@ class Adapter(nn.Module):
             keep = keeps[mask.of] if mask.of in keeps else torch.ones(of.shape[0], of.shape[1], dtype=torch.bool)
             arguments[name] = mask.build(keep, lengths, padded=mask.of in keeps)
         for name, axes in self.layouts.items():
-            arguments[name] = arguments[name].movedim((0, 1), axes)
+            arguments[name] = arguments[name].movedim((0, 1)[: len(axes)], axes)
         for axis in self.single_axes:
             arguments[str(self.step)] = arguments[str(self.step)].unsqueeze(axis)
         for name in self.numbers:
             arguments[name] = arguments[name].squeeze(1)
+        if self.reads_loss:
+            return logits_of_loss(lambda: call_by_name(self.module, arguments))
         return call_by_name(self.module, arguments)

@@ -87,8 +87,11 @@ class AxisProbe:
         return name not in self.stated and name != self.step_input and value.dim() > 1
 
     def _varies(self, axes: Axes) -> bool:
+        changed = [self.example[name].shape[axis] for name, own in axes.items() for axis in own[1:]]
         return any(
-            all(self._error(self._resized(axes, resize), axes) is None for resize in resizes) for resizes in _SIZES
+            all(resize(size) >= 1 for resize in resizes for size in changed)
+            and all(self._error(self._resized(axes, resize), axes) is None for resize in resizes)
+            for resizes in _SIZES
         )
 
     def _min_lengths(self, names: Sequence[str], axes: dict[str, tuple[int, ...]]) -> dict[str, int]:
