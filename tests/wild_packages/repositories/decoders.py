@@ -145,7 +145,59 @@ def latex_ocr() -> nn.Module:
     return get_model(Munch(arguments))
 
 
+def loftr() -> nn.Module:
+    from src.loftr import LoFTR
+
+    level = {"nhead": 4, "layer_names": ["self", "cross"], "attention": "linear"}
+    matching = {
+        "thr": 0.2, "border_rm": 2, "train_coarse_percent": 0.2, "train_pad_num_gt_min": 20,
+        "match_type": "dual_softmax", "dsmax_temperature": 0.1, "sparse_spvs": False,
+    }  # fmt: skip
+    config = {
+        "backbone_type": "ResNetFPN", "resolution": (8, 2), "fine_window_size": 5, "fine_concat_coarse_feat": True,
+        "resnetfpn": {"initial_dim": 16, "block_dims": [16, 24, 32]},
+        "coarse": {"d_model": 32, "d_ffn": 32, "temp_bug_fix": True, **level},
+        "fine": {"d_model": 16, "d_ffn": 16, **level}, "match_coarse": matching,
+    }  # fmt: skip
+    return LoFTR(config)
+
+
+def matches(module: nn.Module, **pictures: torch.Tensor) -> Mapping[str, Any]:
+    data: dict[str, Any] = dict(pictures)
+    module(data)
+    return data
+
+
+def tab_pfn() -> nn.Module:
+    from tabpfn.architectures.tabpfn_v2 import TabPFNV2, TabPFNV2Config
+
+    return TabPFNV2(config=TabPFNV2Config(emsize=32, nlayers=2, nhead=4, num_buckets=5), n_out=5)
+
+
 ENTRIES = [
+    Entry(
+        "zju3dv/LoFTR",
+        "LoFTR",
+        loftr,
+        {"image0": numbers(1, 32, 32), "image1": numbers(1, 32, 32)},
+        told={"output": "conf_matrix"},
+        wrap=lambda rows: {"data": dict(rows)},
+        reads=matches,
+        commit="df7ca80f917334b94cfbe32cc2901e09a80e70a8",
+        requires=("kornia==0.6.12",),
+    ),
+    Entry(
+        "PriorLabs/TabPFN",
+        "TabPFNV2",
+        tab_pfn,
+        {"x": numbers(9, 4), "y": numbers(6)},
+        told={"axes": {"x": (1,), "y": (1,)}},
+        wrap=lambda rows: {name: row.transpose(0, 1) for name, row in rows.items()},
+        reads=lambda module, x, y: module(x.transpose(0, 1), y.T).transpose(0, 1),
+        commit="930ea728b40f7f321d965250838bca8507bd70b9",
+        folder="src",
+        unused=("tabpfn.classifier", "tabpfn.regressor", "tabpfn.model_loading", "tabpfn.misc.debug_versions"),
+    ),
     Entry(
         "lukas-blecher/LaTeX-OCR",
         "Model",

@@ -41,7 +41,19 @@ class WithContainers(nn.Module):
     def forward(self, **arguments: Any) -> Any:
         given = {path: arguments.pop(name) for name, path in self.paths.items() if name in arguments}
         rebuilt = {name: _replaced(value, (name,), given) for name, value in self.containers.items()}
-        return call_by_name(self.module, {**rebuilt, **arguments})
+        returned = call_by_name(self.module, {**rebuilt, **arguments})
+        return _written(rebuilt, given) if returned is None else returned
+
+
+def _written(containers: Mapping[str, Any], given: Mapping[Path, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that forward wrote into its containers, if it returns nothing, by key or attribute."""
+    before = [id(value) for value in given.values()]
+    return {
+        str(key): value
+        for container in containers.values()
+        for key, value in _parts(container).items()
+        if isinstance(value, torch.Tensor) and id(value) not in before
+    }
 
 
 def open_containers(
