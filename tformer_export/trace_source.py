@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.tables import DEFAULT_LENGTH
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format.manifest import HIDDEN_STATES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -174,11 +177,15 @@ def _trace_at_any_length(
             raise UnsupportedModelError(explain_loop(error)) from error
         if rebuilt is None:
             continue
-        with suppress(TraceFailedError, UnsupportedModelError):
+        try:
             graph = trace(rebuilt)
-            if rebuilt.max_length is not None:
-                limit_lengths(graph, rebuilt.max_length)
-            return graph
+        except (TraceFailedError, UnsupportedModelError) as error:
+            reason = error.explain() if isinstance(error, TraceFailedError) else error
+            logger.debug("the rebuilt module cannot be traced: %s", reason)
+            continue
+        if rebuilt.max_length is not None:
+            limit_lengths(graph, rebuilt.max_length)
+        return graph
     if isinstance(failure, TraceFailedError):
         raise UnsupportedModelError(failure.explain()) from failure.__cause__
     raise failure

@@ -43,7 +43,7 @@ from tformer_export.capture.trace_patches import (
     small_constants_known,
 )
 from tformer_export.capture.traced_sizes import follow_sizes
-from tformer_export.common.example_sizes import distinct_sizes
+from tformer_export.common.example_sizes import BATCH_SIZE, OTHER_BATCH_SIZE, distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.common.source_lines import users_name
@@ -158,6 +158,7 @@ def capture(
     axes: Mapping[str, tuple[int, ...]] | None = None,
     extra_names: tuple[str, ...] = (),
     min_length: int = 0,
+    batch_size: int = BATCH_SIZE,
 ) -> CapturedGraph:
     """Trace `module(*example.values())`. Exports of other threads wait meanwhile, because torch is patched.
 
@@ -165,12 +166,13 @@ def capture(
     axes: name of an input → its free axes, by default (0, 1), batch and time.
     extra_names: names of the outputs after the first one; further outputs of forward are not exported.
     min_length: positions that an input needs (`Source.min_drawn_length`).
+    batch_size: of the trace; another one is tried if an axis of the module of this size fixes it.
 
     Raises TraceFailedError if torch.export cannot trace the module, or if its code fixes a free axis to the example's
     size, and UnsupportedModelError if no graph can represent the module.
     """
     free = {name: tuple((axes or {}).get(name, (0, 1)[: value.dim()])) for name, value in example.items()}
-    sized = distinct_sizes(example, free, step_input, min_length)
+    sized = distinct_sizes(example, free, step_input, min_length, batch_size)
     shapes = tuple(dict.fromkeys(free[name], torch.export.Dim.DYNAMIC) for name in sized)
     with TORCH_PATCH_LOCK:
         traced = _trace_or_refuse(module, sized, shapes, step_input)
@@ -190,6 +192,8 @@ def capture(
     fixed = [
         (name, axis) for name, n in inputs.items() for axis in free[name] if expression(meta(n).shape[axis]).is_number
     ]
+    if fixed and batch_size == BATCH_SIZE and all(axis == 0 for _, axis in fixed):
+        return capture(module, example, step_input, axes, extra_names, min_length, OTHER_BATCH_SIZE)
     if fixed:  # by a bound from below and the same from above, of which torch.export says nothing
         raise TraceFailedError(functools.partial(explain_fixed, fixed, traced.watch))
     batch = frozenset(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 BATCH_SIZE, FIRST_LENGTH = 3, 5  # chosen distinct and above 1
+OTHER_BATCH_SIZE = 13  # for a module with an axis of 3, which a condition of torch may compare with the batch
 DRAWN_LENGTH_FACTOR = 7  # times the positions that a model needs, so that axes computed from an input are long
 
 
@@ -16,8 +17,9 @@ def distinct_sizes(
     axes: Mapping[str, tuple[int, ...]],
     step_input: str | None,
     min_length: int = 0,
+    batch_size: int = BATCH_SIZE,
 ) -> dict[str, torch.Tensor]:
-    """Repeat or cut the example to sizes that differ between its axes: batch 3, and 5, 7, 9 … for each other length.
+    """Repeat or cut the example to sizes that differ between its axes: the batch, and 5, 7, 9 … for each other length.
 
     The lengths are greater by DRAWN_LENGTH_FACTOR · min_length, where min_length is the number of positions that the
     model needs. Axes of request inputs that have equal sizes in the example get equal sizes.
@@ -25,7 +27,7 @@ def distinct_sizes(
     sizes = {}
     for number, group in enumerate(size_groups(example, axes, step_input)):
         length = FIRST_LENGTH + 2 * (number - 1) + DRAWN_LENGTH_FACTOR * min_length
-        sizes.update(dict.fromkeys(group, length if number else BATCH_SIZE))
+        sizes.update(dict.fromkeys(group, length if number else batch_size))
     sized = {}
     for name, value in example.items():
         for axis in axes[name]:

@@ -17,13 +17,13 @@ from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from tformer_export.capture.equal_sizes import equal_sizes_known
-from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR
+from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
-TRACED_SIZES = {"batch": 3, "new": 5, "selected": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
+TRACED_SIZES = {"batch": BATCH_SIZE, "new": 5, "selected": 2, "total": 11, "slot": 16}  # distinct sizes for the trace
 IR_VERSION = 10
 FLOAT32_ROUNDING = 2.0**-24  # of a number, over its value
 OPSET = 24  # the first with TensorScatter
@@ -48,12 +48,15 @@ def to_onnx(program: Program, limit: int | None = None, min_length: int = 0) -> 
         for axis in port.shape:
             if isinstance(axis, str) and axis not in sizes:
                 sizes[axis] = next(free, 2)
-    example = tuple(_example(port, sizes) for port in program.inputs)
     dynamic = tuple(
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
-    model = _translate(program, example, dynamic)
+    try:
+        model = _translate(program, tuple(_example(port, sizes) for port in program.inputs), dynamic)
+    except UnsupportedModelError:
+        sizes["batch"] = OTHER_BATCH_SIZE
+        model = _translate(program, tuple(_example(port, sizes) for port in program.inputs), dynamic)
     for ports, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
         for port, value in zip(ports, values, strict=True):
             _describe(value, port)

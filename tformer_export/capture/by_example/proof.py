@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,12 @@ def check_agreement(
 
 
 def check_reads(
-    module: nn.Module, draws: InputDraws, recordings: Sequence[Recording], samples: Sequence[Sizes], sizes: Sizes
+    module: nn.Module,
+    draws: InputDraws,
+    recordings: Sequence[Recording],
+    samples: Sequence[Sizes],
+    sizes: Sizes,
+    course: Mapping[int, bool],
 ) -> None:
     """Raise DisagreementError if a number that Python reads may lead to operations that were never compared.
 
@@ -68,7 +73,8 @@ def check_reads(
     part of its operations. A forced run that fails comes from an assertion on data. A number that is a size of the
     inputs in all runs, such as `lengths.max()`, has no other value.
 
-    samples: the sizes of the recordings. sizes: those of the honest runs.
+    samples: the sizes of the recordings. sizes: those of the honest runs. course: the answers to conditions that the
+        recordings were forced to. Their operations are those of the program, which has the results of honest runs.
 
     Cost: `HONEST_RUNS` recordings of each kind, and up to twenty for each line that reads a number.
     """
@@ -82,12 +88,15 @@ def check_reads(
         for seed in range(HONEST_RUNS)
     }
     operations = Counter[Any]()
+    if course:
+        operations |= record(module, [*draws.draw(sizes, draws.kinds[-1], 0).values()], course).descriptions()
     for recording in honest.values():
         operations |= recording.descriptions()
     values: dict[str, set[Any]] = {}
     for recording in honest.values():
         for line, reads in _reads_by_line(recording).items():
             values.setdefault(line, set()).update(read.value for read in reads)
+            values[line].update(course[read.number] for read in reads if read.number in course)
     for kind in (draws.kinds[0], draws.kinds[-1]):
         inputs = [*draws.draw(sizes, kind, 0).values()]
         for line, reads in _reads_by_line(honest[kind, 0]).items():
@@ -95,8 +104,8 @@ def check_reads(
                 continue
             varies = len(values[line]) > 1
             for read in {read.number: read for read in (reads[0], reads[-1])}.values():
-                for course in _forced(module, inputs, read):
-                    if not (course.keys() <= operations.keys() if varies else course == honest[kind, 0].descriptions()):
+                for found in _forced(module, inputs, read):
+                    if not (found.keys() <= operations.keys() if varies else found == honest[kind, 0].descriptions()):
                         raise DisagreementError(
                             "a number that Python reads leads to operations that were never compared", line
                         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from tformer_export.capture.by_example.slices import take_slices
@@ -38,6 +38,9 @@ class ReadMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(kwargs.get("generator"), torch.Generator):  # numbers of a seed of the module's own: constants
+            with disable_proxy_modes_tracing():
+                return func(*args, **kwargs)
         if func in _SCALARS:
             return self._read(func(*args), _SCALARS[func])
         if func is torch.Tensor.tolist:

@@ -336,7 +336,7 @@ def _attribute(module: GraphModule, target: Any) -> torch.Tensor:
 
 def _description(step: Step) -> tuple[Any, ...]:
     """Return the operation with its numbers, and with sums of its constants."""
-    scalars = tuple(o for o in step.operands if isinstance(o, (bool, int, float, str)))
+    scalars = tuple("nan" if o != o else o for o in step.operands if isinstance(o, (bool, int, float, str)))
     constants = [o for o in step.operands if isinstance(o, Constant)]
     own = tuple(_storage(o.value) for o in constants if o.belongs_to_module and o.node is not None)
     made = tuple((o.value.shape, str(o.value.double().sum().item())) for o in constants if not o.belongs_to_module)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other recordings 2 more
 BY_CHANCE = 2  # times the lengths of the recordings: a program that holds no further has their numbers
 MAX_SAMPLES = 9  # with the sizes that are recorded because a program is wrong there
+MAX_CONDITIONS = 3  # on data, whose answers are changed in turn
 FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
@@ -57,6 +59,7 @@ def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_
 class _Tracer:
     def __init__(self, module: nn.Module, draws: InputDraws, unit: int, max_length: int) -> None:
         self.module, self.draws, self.unit, self.max_length = module, draws, unit, max_length
+        self.forced: Mapping[int, bool] = {}  # number of a condition on data → the answer that forward gets
 
     def trace(self) -> RebuiltModule | None:
         try:
@@ -70,12 +73,14 @@ class _Tracer:
         full = self.draws.kinds[-1]
         # Other data change the course of a module that reads them, and of no other.
         kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
+        courses = [(kind, rows, {}) for kind, rows in kinds or [(full, FEW_ROWS)]]
+        courses += [(full, FEW_ROWS, forced) for forced in _other_answers(first)]
         reason: LoopError | None = None
-        for kind, rows in kinds or [(full, FEW_ROWS)]:
+        for kind, rows, self.forced in courses:
             try:
                 return self._course(kind, rows)
             except (DisagreementError, *FORWARD_FAILURES) as error:
-                logger.debug("no course of %s with %d rows: %s", kind, rows, error)
+                logger.debug("no course of %s with %d rows and %s: %s", kind, rows, self.forced, error)
                 reason = error if isinstance(error, LoopError) else reason
         if reason is not None:
             raise reason
@@ -171,7 +176,7 @@ class _Tracer:
                 raise WrongAtSizesError(f"other operations run at a length of {length}", sizes)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
-            check_reads(self.module, self.draws, recordings, samples, fewer)
+            check_reads(self.module, self.draws, recordings, samples, fewer, self.forced)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
         if proven != longest:
             if max(proven[1:]) < BY_CHANCE * max(size for sample in samples for size in sample[1:]):
@@ -215,7 +220,7 @@ class _Tracer:
         return [*self.draws.draw(sizes, kind, seed).values()]
 
     def _record(self, sizes: Sizes, kind: DataKind, seed: int, has_loops: bool = False) -> Recording:
-        return record(self.module, self._draw(sizes, kind, seed), with_first_runs=has_loops)
+        return record(self.module, self._draw(sizes, kind, seed), self.forced, with_first_runs=has_loops)
 
     def _run(self, sizes: Sizes, kind: DataKind) -> bool:
         return run(self.module, self._draw(sizes, kind)) is not None
@@ -241,6 +246,20 @@ class _Tracer:
             middle = (low + high) // 2
             low, high = (middle, high) if holds((1, *[middle] * num_lengths)) else (low, middle)
         return 1, *[low] * num_lengths
+
+
+def _other_answers(recording: Recording) -> Iterator[dict[int, bool]]:
+    """Yield other answers to the conditions on data that a recording has asked, if they are few: one, then more.
+
+    `if torch.all(keep): return x` is a shortcut that all drawn data may take. The other course has the operations that
+    other data take, and it is right for both if it gives the results of the shortcut as well.
+    """
+    asked = {read.number: read.value for read in recording.numbers if read.number is not None}
+    if len(asked) > MAX_CONDITIONS or not all(isinstance(value, bool) for value in asked.values()):
+        return
+    for count in range(1, len(asked) + 1):
+        for numbers in itertools.combinations(asked, count):
+            yield {number: not asked[number] for number in numbers}
 
 
 def _longer(sizes: Sizes) -> Sizes:
