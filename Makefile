@@ -10,6 +10,7 @@
 # make evaluate     compute the error rates of the g2p model card from exported files
 # make bench        compare with other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
 # make wild         export models of public packages, and compare each with itself: 20 minutes, one more environment
+# make wild-repositories  the same with models of public repositories, which are cloned
 # make clean        remove build/ and all environments
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench wild clean
+.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -122,6 +123,9 @@ PIP_OF_WILD = $(@D)/bin/python -m pip --disable-pip-version-check install --cons
 
 wild: .venv-wild/.ready
 	cd tests && ../.venv-wild/bin/python -m wild_packages
+
+wild-repositories: .venv-wild/.ready
+	cd tests && ../.venv-wild/bin/python -m wild_packages --repositories ../build/repositories
 
 clean:
 	rm -rf build .venv .venv-genai .venv-optimum .venv-wild

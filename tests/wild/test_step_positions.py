@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from support.handwritten_case import BLOCK, END, SPECIAL, START
+from support.handwritten_case import BLOCK, SPECIAL, START
 from test_signatures import IDS, NUM_TOKENS, Translator, greedy, seeded
-from tiny import WIDTH, TinyDecoder
+from tiny import TinyDecoder
 
 from tformer_export import export, padding
-from tformer_runtime import Model
+from tformer_runtime import Model, UnsupportedModelError
 
 OWN = 7  # the token that forward puts in front; decoding starts with another
 ANY = 5  # stands at a position that has no influence
@@ -43,6 +43,19 @@ class ByPadding(WithLabels):
         return nn.functional.pad(labels[:, :-1], (1, 0), value=OWN)
 
 
+class RowByRow(WithLabels):
+    """Labels that a batch is filled up with, which are -1, are dropped from each row."""
+
+    def forward(self, src, src_mask, labels):
+        rows = [row[row != -1] for row in labels]
+        own = rows[0].new([OWN])
+        rows = [torch.cat([own, row]) for row in rows]
+        ids = rows[0].new(len(rows), max(len(row) for row in rows)).fill_(3)
+        for i in range(len(rows)):
+            ids[i, : len(rows[i])] = rows[i]
+        return Translator.forward(self, {"src": src, "src_mask": src_mask, "tgt": ids})["logits"]
+
+
 class AndTheEnd(WithLabels):
     """The logits have a row more than the labels: it predicts the end."""
 
@@ -50,25 +63,7 @@ class AndTheEnd(WithLabels):
         return torch.cat([labels.new_full((len(labels), 1), OWN), labels], 1)
 
 
-class Vector(WithLabels):
-    """A learned vector is in front, in the place of a token."""
-
-    def __init__(self):
-        super().__init__()
-        self.start = nn.Parameter(torch.zeros(1, 1, WIDTH))
-
-    def forward(self, src, src_mask, labels):
-        embed, tokens = self.tokens, self.start
-        self.tokens = lambda ids: (
-            torch.cat([tokens.expand(len(ids), -1, -1), embed(ids)[:, :-1]], 1) if ids is labels else embed(ids)
-        )
-        try:
-            return Translator.forward(self, {"src": src, "src_mask": src_mask, "tgt": labels})["logits"]
-        finally:
-            self.tokens = embed
-
-
-@pytest.mark.parametrize("kind", [WithLabels, ByWriting, ByPadding, AndTheEnd])
+@pytest.mark.parametrize("kind", [WithLabels, ByWriting, ByPadding, RowByRow, AndTheEnd])
 def test_labels_are_shifted_by_forward(kind, tmp_path: Path) -> None:
     model, path = seeded(kind(), 10), tmp_path / "model.onnx"
     example, masks = {"src": IDS, "labels": IDS}, {"src_mask": padding("src", dtype=torch.int64)}
@@ -76,7 +71,7 @@ def test_labels_are_shifted_by_forward(kind, tmp_path: Path) -> None:
 
     def logits(source: list[int], ids: list[int]) -> torch.Tensor:
         src = torch.tensor([source])
-        behind = [] if kind is AndTheEnd else [ANY]
+        behind = [] if kind in (RowByRow, AndTheEnd) else [ANY]
         return model(src, torch.ones_like(src), torch.tensor([[*ids[1:], *behind]], dtype=torch.long))[0]
 
     expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
@@ -159,4 +154,61 @@ def test_decoder_with_one_number_of_positions_reads_its_encoder(tmp_path: Path) 
     expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
     assert len({token for row in expected for token in row}) > 3
     results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class Loss(TinyDecoder):
+    """forward is a step of training: it returns the loss alone."""
+
+    def forward(self, idx):
+        logits = super().forward(idx[:, :-1])
+        return nn.functional.cross_entropy(logits.transpose(1, 2), idx[:, 1:])
+
+
+class LossOfRows(TinyDecoder):
+    """The loss is a module's, of logits (batch · time, vocabulary), and comes with a count."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, idx):
+        logits = super().forward(idx)
+        loss = self.loss(logits.reshape(-1, logits.shape[-1]), idx.reshape(-1))
+        return {"loss": loss, "accuracy": (logits.argmax(-1) == idx).float().mean()}
+
+
+@pytest.mark.parametrize("kind", [Loss, LossOfRows])
+def test_logits_are_those_of_the_loss(kind, tmp_path: Path) -> None:
+    model, path = seeded(kind()), tmp_path / "model.onnx"
+    export(model, path, {"idx": IDS}, "idx", special_tokens=SPECIAL, max_length=BLOCK)
+    expected = [greedy(lambda ids: TinyDecoder.forward(model, torch.tensor([ids]))[0], prompt) for prompt in PROMPTS]
+    assert len({token for row in expected for token in row}) > 3
+    results = Model.load(path, "cpu", threads=1).generate_batch(PROMPTS, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
+
+
+class TwoLosses(TinyDecoder):
+    def forward(self, idx):
+        logits = super().forward(idx).transpose(1, 2)
+        return nn.functional.cross_entropy(logits, idx) + nn.functional.cross_entropy(-logits, idx)
+
+
+def test_logits_of_one_of_two_losses_are_not_chosen(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"forward returns \(\) first"):
+        export(seeded(TwoLosses()), tmp_path / "model.onnx", {"idx": IDS}, "idx", special_tokens=SPECIAL)
+
+
+class OneStream(TinyDecoder):
+    """The ids are (batch, streams, time), and so are the logits."""
+
+    def forward(self, codes):
+        return torch.stack([super(OneStream, self).forward(codes[:, k]) for k in range(codes.shape[1])], 1)
+
+
+def test_ids_with_an_axis_of_one_decode_as_their_module(tmp_path: Path) -> None:
+    model, path = seeded(OneStream()), tmp_path / "model.onnx"
+    export(model, path, {"codes": IDS[:, None]}, "codes", special_tokens=SPECIAL, max_length=BLOCK)
+    expected = [greedy(lambda ids: model(torch.tensor([[ids]]))[0, 0], prompt) for prompt in PROMPTS]
+    results = Model.load(path, "cpu", threads=1).generate_batch(PROMPTS, max_new_tokens=NUM_TOKENS)
     assert [list(result.token_ids) for result in results] == expected

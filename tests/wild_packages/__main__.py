@@ -2,7 +2,7 @@
 
     make wild                                            makes .venv-wild with the packages, and prints the table
     cd tests; ../.venv-wild/bin/python -m wild_packages [NAME …]     only entries with one of these in their name
-    make wild-repositories                               public repositories, which are cloned into build/, in their place
+    make wild-repositories                               public repositories in their place, cloned into build/
 
 The packages are those of requirements.txt, with tiny seeded weights. Each entry runs in a process of its
 own. The status is 1 if a file differs from its module, if a model is refused that is expected to export, or if one
@@ -23,8 +23,8 @@ import click
 
 from tformer_export import export
 from tformer_runtime.base.errors import TformerError
-from wild_packages.check import DIFFERS, check
 from wild_packages import repositories as public
+from wild_packages.check import DIFFERS, check
 from wild_packages.entries import ENTRIES
 from wild_packages.entry import Entry
 

@@ -68,7 +68,6 @@ def from_module(
     adapted = as_float32(callable_)
     if adapted is not callable_:
         tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
-    special = special_tokens or SpecialTokens()
     outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
     if outputs and (step_input is not None or head):
         reason = f"that is stepped over {step_input!r} gives logits" if step_input is not None else "with a head"
@@ -79,7 +78,7 @@ def from_module(
     free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
     adapter, inputs = call.adapt(tensors, free.axes)
     is_flat, written = _try_once(adapter, inputs)
-    positions = find_step_positions(adapter, step_input, inputs, bool(special.bos_token_ids))
+    positions = find_step_positions(adapter, step_input, inputs)
     call = replace(call, positions=positions)
     if written:
         call = call.with_fresh_caches(written, tensors, free.axes)
@@ -96,7 +95,7 @@ def from_module(
         has_lengths_alone=all(mask.kind == "lengths" for mask in described.values() if mask.depends_on_padding),
         axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
         min_lengths=free.min_lengths,
-        special_tokens=_with_start(special, positions),
+        special_tokens=special_tokens or SpecialTokens(),
         max_length=min(max_length or positions.length, positions.length) if positions.length else max_length,
         series=series,
         outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
@@ -240,13 +239,6 @@ def _without_axes(
         return dict(axes)
     left = [axis if axis is None else axis - sum(other < axis for other in dropped) for axis in axes[name]]
     return {**axes, name: left}
-
-
-def _with_start(special: SpecialTokens, positions: StepPositions) -> SpecialTokens:
-    """Return special tokens with one that decoding starts with, if forward is not given it, so that any will do."""
-    if special.bos_token_ids or not positions.replaces_first:
-        return special
-    return replace(special, bos_token_ids=special.eos_token_ids[:1] or (int(special.pad_token_id == 0),))
 
 
 def _with_one_row_more(example: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tformer_export.sources import lengths, padding
-from wild_packages.entry import END, PAD, START, VOCABULARY, Entry, Input, ids, numbers
+from wild_packages.entry import END, PAD, START, VOCABULARY, Entry, ids, numbers
 
 V = VOCABULARY
 
@@ -53,13 +53,6 @@ def xlm_logits(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.pred_layer.get_scores(hidden[:, 0])[None]
 
 
-def dalle() -> nn.Module:
-    from dalle_pytorch import DALLE, DiscreteVAE
-
-    vae = DiscreteVAE(image_size=32, num_layers=2, num_tokens=V, codebook_dim=16, hidden_dim=8)
-    return DALLE(dim=32, vae=vae, num_text_tokens=V, text_seq_len=6, depth=2, heads=4, dim_head=16)
-
-
 def sasrec() -> nn.Module:
     from recbole.model.sequential_recommender.sasrec import SASRec
 
@@ -73,8 +66,9 @@ def sasrec() -> nn.Module:
 
 
 def catr() -> nn.Module:
-    from models import backbone
     from models.caption import build_model
+
+    from models import backbone
 
     backbone.is_main_process = lambda: False  # which would download weights
     config = SimpleNamespace(
@@ -126,7 +120,10 @@ def music() -> nn.Module:
     from audiocraft.modules.codebooks_patterns import ParallelPatternProvider
     from audiocraft.modules.conditioners import ConditionFuser, ConditioningProvider
 
-    conditions = ConditioningProvider({}), ConditionFuser({"sum": [], "cross": [], "prepend": [], "input_interpolate": []})
+    conditions = (
+        ConditioningProvider({}),
+        ConditionFuser({"sum": [], "cross": [], "prepend": [], "input_interpolate": []}),
+    )
     return LMModel(
         ParallelPatternProvider(1), *conditions, n_q=1, card=V, dim=32, num_heads=4, num_layers=2, causal=True,
         norm_first=True,
@@ -197,7 +194,15 @@ ENTRIES = [
         commit="930ea728b40f7f321d965250838bca8507bd70b9",
         requires=("joblib==1.4.2", "scikit-learn==1.5.2", "threadpoolctl==3.5.0"),
         folder="src",
-        unused=("tabpfn.classifier", "tabpfn.regressor", "tabpfn.model_loading", "tabpfn.misc.debug_versions", "pydantic_settings", "tabpfn.settings", "tabpfn.errors"),
+        unused=(
+            "tabpfn.classifier",
+            "tabpfn.regressor",
+            "tabpfn.model_loading",
+            "tabpfn.misc.debug_versions",
+            "pydantic_settings",
+            "tabpfn.settings",
+            "tabpfn.errors",
+        ),
     ),
     Entry(
         "lukas-blecher/LaTeX-OCR",
@@ -220,9 +225,33 @@ ENTRIES = [
         wrap=lambda rows: {name: row[:, None] for name, row in rows.items()},
         reads=lambda module, sequence: module(sequence[:, None], [], {})[:, 0],
         commit="896ec7c47f5e5d1e5aa1e4b260c4405328bf009d",
-        unused=("audiocraft.solvers", "audiocraft.solvers.compression", "flashy", "flashy.distrib", "xformers", "spacy", "num2words", "librosa", "julius", "av", "soundfile",
-                "demucs", "torchdiffeq", "hydra", "dora", "treetable", "torchmetrics", "encodec", "audioseal",
-                "pesq", "pystoi", "soxr", "xformers.ops", "laion_clap", "transformers"),
+        unused=(
+            "audiocraft.solvers",
+            "audiocraft.solvers.compression",
+            "flashy",
+            "flashy.distrib",
+            "xformers",
+            "spacy",
+            "num2words",
+            "librosa",
+            "julius",
+            "av",
+            "soundfile",
+            "demucs",
+            "torchdiffeq",
+            "hydra",
+            "dora",
+            "treetable",
+            "torchmetrics",
+            "encodec",
+            "audioseal",
+            "pesq",
+            "pystoi",
+            "soxr",
+            "xformers.ops",
+            "laion_clap",
+            "transformers",
+        ),
     ),
     Entry(
         "saahiluppal/catr",
@@ -256,9 +285,7 @@ ENTRIES = [
         {"padded_input": numbers(None, 8), "padded_target": ids()},
         "padded_target",
         masks={
-            "input_lengths": (
-                lengths("padded_input"), lambda padded_input, **_: torch.tensor([padded_input.shape[1]])
-            )
+            "input_lengths": (lengths("padded_input"), lambda padded_input, **_: torch.tensor([padded_input.shape[1]]))
         },
         reads=lambda module, padded_input, padded_target: module(
             padded_input, torch.tensor([padded_input.shape[1]]), padded_target[:, 1:]
@@ -278,17 +305,6 @@ ENTRIES = [
         masks={"lengths": (lengths("x"), lambda x: torch.tensor([x.shape[1]]))},
         reads=xlm_logits,
         commit="cd281d32612d145c6742b4d3f048f80df8669c30",
-    ),
-    Entry(
-        "lucidrains/DALLE-pytorch",
-        "DALLE",
-        dalle,
-        {"text": Input((6,), V), "image": ids()},
-        step="image",
-        told={"special_tokens": {"eos_token_id": END}},
-        reads=lambda module, text, image: module(text, image[:, 1:])[:, 6:, V + 6 :],
-        commit="58c1e1a4fef10725a79bd45cdb5581c03e3e59e7",
-        unused=("requests", "omegaconf", "taming", "taming.models.vqgan", "taming.models", "pkg_resources"),
     ),
     Entry(
         "RUCAIBox/RecBole",

@@ -96,7 +96,7 @@ def check_reads(
     for recording in honest.values():
         for line, reads in _reads_by_line(recording).items():
             values.setdefault(line, set()).update(read.value for read in reads)
-            values[line].update(course[read.number] for read in reads if read.number in course)
+            values[line].update(course[n] for n in (read.number for read in reads) if n is not None and n in course)
     for kind in (draws.kinds[0], draws.kinds[-1]):
         inputs = [*draws.draw(sizes, kind, 0).values()]
         for line, reads in _reads_by_line(honest[kind, 0]).items():

@@ -73,7 +73,9 @@ class _Tracer:
         full = self.draws.kinds[-1]
         # Other data change the course of a module that reads them, and of no other.
         kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
-        courses = [(kind, rows, {}) for kind, rows in kinds or [(full, FEW_ROWS)]]
+        courses: list[tuple[DataKind, int, dict[int, bool]]] = [
+            (kind, rows, {}) for kind, rows in kinds or [(full, FEW_ROWS)]
+        ]
         courses += [(full, FEW_ROWS, forced) for forced in _other_answers(first)]
         reason: LoopError | None = None
         for kind, rows, self.forced in courses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, ends: bool) -> None:
         super().__init__()
-        self.ends, self.found = ends, list[torch.Tensor]()
+        self.ends = ends
+        self.found: list[torch.Tensor] = []
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,11 +53,9 @@ def logits_of_loss(call: Callable[[], Any]) -> torch.Tensor:
 
     Cross-entropy takes (batch · time, classes) or (batch, classes, time).
     """
-    with _Watch(ends=True) as watch:
-        try:
-            call()
-        except _ReachedLossError:
-            pass
+    with _Watch(ends=True) as watch, suppress(_ReachedLossError):
+        call()
     if not watch.found:
         raise ValueError("forward computes no cross-entropy on these inputs")
-    return watch.found[0].movedim(1, -1)
+    logits: torch.Tensor = watch.found[0].movedim(1, -1)
+    return logits

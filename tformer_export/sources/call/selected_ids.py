@@ -43,16 +43,17 @@ class AllIdsSelected(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        row, *others = args or (None,)
-        if not any(row is known for known in self.ids):
+        row = next((known for known in self.ids if args and args[0] is known), None)
+        if row is None:
             return function(*args, **(kwargs or {}))
+        others = args[1:]
         if function is torch.Tensor.__getitem__ and any(others[0] is m and row is r for m, r in self.masks):
             return row
         result = function(*args, **(kwargs or {}))
         if function in _SAME_IDS:
-            result = list(result) if function is torch.Tensor.__iter__ else result
-            self.ids += [value for value in (result if isinstance(result, (tuple, list)) else [result])]
-            return iter(result) if function is torch.Tensor.__iter__ else result
+            parts = [result] if isinstance(result, torch.Tensor) else list(result)
+            self.ids += parts
+            return iter(parts) if function is torch.Tensor.__iter__ else result
         if others and isinstance(others[0], int):
             number = others[0]
             if (function in _UNEQUAL and number < 0) or (function in _AT_LEAST and number <= 0):

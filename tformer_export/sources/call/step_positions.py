@@ -3,8 +3,7 @@
 A file needs, for each position, the logits of the token that follows it. Code for training often counts otherwise:
 
 - It drops the last position: `forward(ids)` gives logits of `ids[:, :-1]`, to be compared with `ids[:, 1:]`.
-- It has rows of its own in front: a token, for which `ids` are the labels, or vectors of a picture. The logits have
-  these rows too.
+- It has a row of its own in front, and takes `ids` for the labels. The logits have this row too.
 - It runs with one number of positions alone, such as that of its table.
 
 The position behind the last is then any token, and so are positions that fill a row: they must have no influence.
@@ -12,14 +11,11 @@ The position behind the last is then any token, and so are positions that fill a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.common.module_state import WriteUndo, unchanged
 
@@ -57,13 +53,12 @@ PLAIN = StepPositions()
 
 
 def find_step_positions(
-    adapter: nn.Module, step_input: str | None, inputs: Mapping[str, torch.Tensor], has_start: bool
+    adapter: nn.Module, step_input: str | None, inputs: Mapping[str, torch.Tensor]
 ) -> StepPositions:
     """Find out how forward counts the positions of its step input, by which of them have an influence on which logits.
 
-    has_start: whether the caller declares a token that decoding starts with. Forward is given it behind rows of its own
-        (of a picture, say), but not behind a token of its own. A model without another input gets a prompt, whose
-        tokens are all given.
+    A model without another input gets a prompt, whose tokens are all given. Else the step input begins with the token
+    that decoding starts with. A row that forward has in front stands for it.
 
     Cost: at most ten runs of forward. Rows in front are looked for where the step input is ids.
     """
@@ -82,8 +77,9 @@ def find_step_positions(
         return PLAIN
     if in_front == 0 or probe.step.is_floating_point():
         return StepPositions(drops_last=drops_last) if in_front == 0 else PLAIN
-    gives_start = len(inputs) == 1 or (has_start and not drops_last and not probe.has_own_token())
-    return StepPositions(not gives_start, in_front if gives_start else in_front - 1, drops_last)
+    if len(inputs) == 1:
+        return StepPositions(False, in_front, drops_last)
+    return StepPositions(True, 0, drops_last) if in_front == 1 else PLAIN
 
 
 class _Probe:
@@ -108,13 +104,6 @@ class _Probe:
         others = (self.step[:, :-1], self.step[:, : time // 2 + 1], torch.cat([self.step, self.step[:, :1]], 1))
         return all(self._run(other) is None for other in others)
 
-    def has_own_token(self) -> bool:
-        """Return whether forward computes ids that are those of the step input behind one of its own."""
-        seen = _TokenInFront(self.step)
-        with seen:
-            self._run(self.step)
-        return seen.found
-
     def _has_equal_rows(self, run: torch.Tensor | None, start: int, stop: int) -> bool:
         assert self.first is not None
         if run is None or run.shape != self.first.shape:
@@ -138,31 +127,13 @@ class _Probe:
         """Return the logits; None if forward fails or returns something else."""
         inputs = {**self.inputs, self.name: step}
         try:
-            with torch.no_grad(), unchanged(self.adapter), WriteUndo(self.adapter, []), torch.random.fork_rng(devices=[]):
+            with (
+                torch.no_grad(),
+                unchanged(self.adapter),
+                WriteUndo(self.adapter, []),
+                torch.random.fork_rng(devices=[]),
+            ):
                 output = self.adapter(*(value.clone() for value in inputs.values()))
         except Exception:  # the analysis reports errors of forward
             return None
         return output if isinstance(output, torch.Tensor) else None
-
-
-class _TokenInFront(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks for ids, (batch, time + 1) or (time + 1, batch), with the step input behind the same id in each row."""
-
-    def __init__(self, step: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.step, self.found = step, False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        returned = function(*args, **(kwargs or {}))
-        for value in pytree.tree_leaves(returned):
-            if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point():
-                self.found = self.found or self._has_token(value) or self._has_token(value.T)
-        return returned
-
-    def _has_token(self, ids: torch.Tensor) -> bool:
-        batch, time = self.step.shape
-        if ids.shape != (batch, time + 1):
-            return False
-        return torch.equal(ids[:, 1:].long(), self.step.long()) and bool((ids[:, :1] == ids[:1, :1]).all())
