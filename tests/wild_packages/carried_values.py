@@ -183,9 +183,7 @@ ENTRIES = [
         refusal="cannot be exported: it reads a value",
         why="the first run of its loop does other operations",
     ),
-    one(
-        "mega-pytorch", "Mega", mega, refusal="fixes a size to the example's", why="an FFT of a size that scipy chooses"
-    ),
+    one("mega-pytorch", "Mega", mega),
     one(
         "FLASH-pytorch",
         "FLASHTransformer",
