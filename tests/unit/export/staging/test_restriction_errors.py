@@ -287,7 +287,7 @@ class Pooled(FirstOnly):
 
 class OneMore(FirstOnly):
     def forward(self, tgt):
-        return self.out(F.pad(self.embed(tgt), (0, 0, 1, 0)))  # HERE
+        return self.out(F.pad(self.embed(tgt), (0, 0, 0, 1)))  # HERE
 
 
 class OneRow(FirstOnly):
