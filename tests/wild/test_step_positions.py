@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,15 @@ from tformer_runtime import Model, UnsupportedModelError
 
 OWN = 7  # the token that forward puts in front; decoding starts with another
 ANY = 5  # stands at a position that has no influence
-SOURCES = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
-PROMPTS = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+SOURCES = PROMPTS = [[3, 4, 5, 9, 11], [44], [7, 30, 12]]
+
+
+def assert_translates(path: Path, logits: Callable[[list[int], list[int]], torch.Tensor]) -> None:
+    """Check the file's tokens against the greedy ones. logits: a source and the ids so far → (time, vocabulary)."""
+    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
+    assert len({token for row in expected for token in row}) > 3
+    results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
+    assert [list(result.token_ids) for result in results] == expected
 
 
 class WithLabels(Translator):
@@ -74,10 +82,7 @@ def test_labels_are_shifted_by_forward(kind, tmp_path: Path) -> None:
         behind = [] if kind in (RowByRow, AndTheEnd) else [ANY]
         return model(src, torch.ones_like(src), torch.tensor([[*ids[1:], *behind]], dtype=torch.long))[0]
 
-    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
-    assert len({token for row in expected for token in row}) > 3
-    results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
-    assert [list(result.token_ids) for result in results] == expected
+    assert_translates(path, logits)
 
 
 class Prompted(TinyDecoder):
@@ -151,10 +156,7 @@ def test_decoder_with_one_number_of_positions_reads_its_encoder(tmp_path: Path) 
         src, filled = torch.tensor([source]), torch.tensor([ids + [ANY] * (BLOCK - len(ids))])
         return model(src, torch.ones_like(src), filled)[0, : len(ids)]
 
-    expected = [greedy(lambda ids, s=source: logits(s, ids), [START]) for source in SOURCES]
-    assert len({token for row in expected for token in row}) > 3
-    results = Model.load(path, "cpu", threads=1).generate_batch(SOURCES, max_new_tokens=NUM_TOKENS)
-    assert [list(result.token_ids) for result in results] == expected
+    assert_translates(path, logits)
 
 
 class Loss(TinyDecoder):

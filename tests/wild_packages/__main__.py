@@ -28,7 +28,7 @@ from wild_packages.check import DIFFERS, check
 from wild_packages.entries import ENTRIES
 from wild_packages.entry import Entry
 
-LIMIT = 600  # seconds for one entry
+LIMIT = 300  # seconds for one entry
 REFUSED = "refused"
 HEADER = "| package | class | export was told | result | compared |\n| --- | --- | --- | --- | --- |"
 

@@ -1,9 +1,9 @@
-"""A token of forward's own in the place of the first one of the step input.
+"""A forward that puts a token of its own in the place of the first token of the step input.
 
-Code for training takes labels, drops what is behind them and puts a token of its own in front. Its file has another
-token there, the one that decoding starts with, which `StepPositions` cuts off before forward sees it. All rows move
-forward by the cut and back by the token in front, in whatever way forward writes it, and a step cannot compute rows
-that move. The rewritten graph fills the first position of the step input with the token.
+Code for training takes labels and puts a token in front of them. The step input of a file has another token there: the
+token that decoding starts with. `StepPositions` cuts it off before forward runs. The cut moves all rows by a position,
+and the token in front moves them back. A step cannot compute rows that move. The rewritten graph fills the first
+position of the step input with the token.
 """
 
 from __future__ import annotations
@@ -22,39 +22,44 @@ from tformer_export.common.fx_nodes import aten, expression, meta
 def fill_first_position(captured: CapturedGraph) -> bool:
     """Rewrite a graph that puts a token in front of the rest of the step input, in place; return whether it does.
 
-    Cost: two runs of the graph on the example, and one for the check of the result.
+    Cost: two runs of the graph on the example.
     """
     step = captured.step
     if step is None or captured.time is None or not any(map(_cuts_first, step.users)):
         return False
-    first = run(captured, captured.example)
-    name = captured.step_name or ""
-    other = run(captured, {**captured.example, name: captured.example[name].roll((1, 1), (0, 1))})
-    for node in _below_cut(captured, step):
-        value = first[node]
+    name, example = captured.step_name or "", captured.example
+    runs = [run(captured, inputs) for inputs in (example, {**example, name: example[name].roll((1, 1), (0, 1))})]
+    for node in _below_step(captured, step):
         for order in ([0, 1], [1, 0]):
-            ids = [values[step].permute(order).to(value.dtype) for values in (first, other)]
-            axis = order.index(1)
-            if value.shape != ids[0].shape or expression(meta(node).shape[axis]) != captured.time:
+            time = order.index(1)
+            if expression(meta(node).shape[time]) != captured.time:
                 continue
-            token = value.flatten()[0]
-            if not all(
-                bool((values[node].narrow(axis, 0, 1) == token).all())
-                and torch.equal(_rest(values[node], axis), _rest(given, axis))
-                for values, given in zip((first, other), ids, strict=True)
-            ):
-                continue
-            make = NodeBuilder(captured.graph, node)
-            is_first = make(aten.eq.Scalar, make(aten.arange.default, make.size(step, 1)), 0)
-            filled = make(aten.masked_fill.Scalar, step, is_first, int(token))
-            if value.dtype != first[step].dtype:
-                filled = make(aten._to_copy.default, filled, dtype=value.dtype)
-            if order != [0, 1]:
-                filled = make(aten.permute.default, filled, order)
-            node.replace_all_uses_with(filled)
-            captured.graph.eliminate_dead_code()
-            return True
+            token = runs[0][node].flatten()[0]
+            if all(_is_step_behind(values[node], token, values[step].permute(order), time) for values in runs):
+                _replace_by_filled_step(captured, step, node, int(token), order)
+                return True
     return False
+
+
+def _is_step_behind(value: torch.Tensor, token: torch.Tensor, ids: torch.Tensor, time: int) -> bool:
+    """Return whether a value holds ids with a token in the place of the first. time: the time axis of both."""
+    if value.shape != ids.shape:
+        return False
+    ids = ids.to(value.dtype)
+    others = [tensor.narrow(time, 1, tensor.shape[time] - 1) for tensor in (value, ids)]
+    return bool((value.select(time, 0) == token).all()) and torch.equal(*others)
+
+
+def _replace_by_filled_step(captured: CapturedGraph, step: Node, node: Node, token: int, order: list[int]) -> None:
+    make = NodeBuilder(captured.graph, node)
+    is_first = make(aten.eq.Scalar, make(aten.arange.default, make.size(step, 1)), 0)
+    filled = make(aten.masked_fill.Scalar, step, is_first, token)
+    if meta(node).dtype != meta(step).dtype:
+        filled = make(aten._to_copy.default, filled, dtype=meta(node).dtype)
+    if order != [0, 1]:
+        filled = make(aten.permute.default, filled, order)
+    node.replace_all_uses_with(filled)
+    captured.graph.eliminate_dead_code()
 
 
 def _cuts_first(node: Node) -> bool:
@@ -62,7 +67,7 @@ def _cuts_first(node: Node) -> bool:
     return node.target is aten.slice.Tensor and tuple(node.args[1:3]) == (1, 1) and len(node.args) < 5
 
 
-def _below_cut(captured: CapturedGraph, step: Node) -> Iterator[Node]:
+def _below_step(captured: CapturedGraph, step: Node) -> Iterator[Node]:
     """Yield the values (batch, time) or (time, batch) that depend on the step input."""
     found = {step}
     for node in captured.nodes:
@@ -70,7 +75,3 @@ def _below_cut(captured: CapturedGraph, step: Node) -> Iterator[Node]:
             found.add(node)
             if meta(node).dim() == 2:
                 yield node
-
-
-def _rest(value: torch.Tensor, axis: int) -> torch.Tensor:
-    return value.narrow(axis, 1, value.shape[axis] - 1)

@@ -20,7 +20,7 @@ from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph, count_ids
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
-from tformer_export.common.module_state import WriteUndo, is_same, unchanged
+from tformer_export.common.module_state import is_same, restored
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -85,8 +85,7 @@ def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) ->
         if not axes or limit >= enough:
             continue
         inputs = _one_row(source.example, axes, limit + 1)
-        undo = WriteUndo(source.module, [])
-        with torch.no_grad(), unchanged(source.module), undo, torch.random.fork_rng(devices=[]), suppress(Exception):
+        with restored(source.module), suppress(Exception):
             source.module(*(value.clone() for value in inputs.values()))
             return inputs
     return {}
@@ -148,8 +147,7 @@ def gives_at(captured: CapturedGraph, source: Source, lengths: Iterable[int]) ->
 
 def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the first output of forward; None if it fails. The state of the module is restored."""
-    undo = WriteUndo(source.module, [])
-    with torch.no_grad(), unchanged(source.module), undo, torch.random.fork_rng(devices=[]), suppress(Exception):
+    with restored(source.module), suppress(Exception):
         output = source.module(*(value.clone() for value in inputs.values()))
         first = output[0] if isinstance(output, (tuple, list)) else output
         return first if isinstance(first, torch.Tensor) else None

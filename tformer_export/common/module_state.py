@@ -103,6 +103,17 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copies |= {n: t.detach().clone() for n, t in self._tensors.items() if _storage(t) == storage}
 
 
+@contextmanager
+def restored(module: nn.Module, changed: list[str] | None = None) -> Iterator[None]:
+    """Run code of a module for its results alone: its state and torch's random numbers are as before afterwards.
+
+    changed: gets the names of the tensors that the code wrote into.
+    """
+    undo = WriteUndo(module, [] if changed is None else changed)
+    with torch.no_grad(), unchanged(module), undo, torch.random.fork_rng(devices=[]):
+        yield
+
+
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Find the dense tensors of a module by name: weights, buffers, and tensors in other attributes."""
     for path, part in module.named_modules():

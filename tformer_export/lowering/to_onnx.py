@@ -52,11 +52,15 @@ def to_onnx(program: Program, limit: int | None = None, min_length: int = 0) -> 
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs
     )
+
+    def translate() -> ir.Model:
+        return _translate(program, tuple(_example(port, sizes) for port in program.inputs), dynamic)
+
     try:
-        model = _translate(program, tuple(_example(port, sizes) for port in program.inputs), dynamic)
+        model = translate()
     except UnsupportedModelError:
         sizes["batch"] = OTHER_BATCH_SIZE
-        model = _translate(program, tuple(_example(port, sizes) for port in program.inputs), dynamic)
+        model = translate()
     for ports, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
         for port, value in zip(ports, values, strict=True):
             _describe(value, port)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask, padding
-from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.common.module_state import restored
 from tformer_export.sources.base import Source, as_float32, build_mask, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.containers import open_containers
@@ -201,9 +201,8 @@ class _Call:
         if self.step_input is None or self.output is not None:
             return False
         adapter, inputs = self.adapt(example, axes)
-        undo = WriteUndo(adapter, [])
         try:
-            with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
+            with eval_mode(adapter), restored(adapter):
                 return returns_loss(lambda: adapter.call_module(*(value.clone() for value in inputs.values())))
         except Exception:  # the analysis reports errors of forward
             return False
@@ -218,8 +217,7 @@ class _Call:
     def run(self, example: Mapping[str, torch.Tensor], axes: Axes) -> Any:
         """Run forward on inputs with these axes and return its outputs. The state of the module is restored."""
         adapter, inputs = self.adapt(example, axes)
-        undo = WriteUndo(adapter, [])
-        with torch.no_grad(), eval_mode(adapter), unchanged(adapter), undo, torch.random.fork_rng(devices=[]):
+        with eval_mode(adapter), restored(adapter):
             return adapter(*(value.clone() for value in inputs.values()))
 
 
@@ -255,7 +253,7 @@ def _try_once(adapter: Adapter, inputs: Mapping[str, torch.Tensor]) -> tuple[boo
     """
     written: list[str] = []
     try:
-        with torch.no_grad(), unchanged(adapter), WriteUndo(adapter, written), torch.random.fork_rng(devices=[]):
+        with restored(adapter, written):
             returned = adapter.call_module(*inputs.values())
             if adapter.step is None or not (adapter.output is None or isinstance(adapter.output, (str, int))):
                 return False, written

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.common.module_state import restored
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ def find_step_positions(
     last = -2 if drops_last else -1
     if in_front < 0 or not (probe.has_no_influence(last, rows - 1) and probe.has_influence(last, rows - 1)):
         return PLAIN
-    if in_front == 0 or probe.step.is_floating_point():
-        return StepPositions(drops_last=drops_last) if in_front == 0 else PLAIN
+    if in_front == 0:
+        return StepPositions(drops_last=drops_last)
+    if probe.step.is_floating_point():
+        return PLAIN
     if len(inputs) == 1:
         return StepPositions(False, in_front, drops_last)
     return StepPositions(True, 0, drops_last) if in_front == 1 else PLAIN
@@ -127,12 +129,7 @@ class _Probe:
         """Return the logits; None if forward fails or returns something else."""
         inputs = {**self.inputs, self.name: step}
         try:
-            with (
-                torch.no_grad(),
-                unchanged(self.adapter),
-                WriteUndo(self.adapter, []),
-                torch.random.fork_rng(devices=[]),
-            ):
+            with restored(self.adapter):
                 output = self.adapter(*(value.clone() for value in inputs.values()))
         except Exception:  # the analysis reports errors of forward
             return None
