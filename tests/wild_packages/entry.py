@@ -107,7 +107,7 @@ class Entry:
         """
         torch.manual_seed(self.seed)
         random.seed(self.seed)  # some packages draw with it
-        module = self.build().eval()
+        module = self.build()
         with torch.no_grad():
             for weight in module.parameters():
                 if weight.is_floating_point() and (weight.dim() < 2 or not weight.any()):
@@ -115,7 +115,7 @@ class Entry:
                     weight *= torch.randint_like(weight, 2) * 2 - 1
                 elif weight.is_floating_point():
                     weight *= self.gain
-        return module
+        return module.eval()  # at the end: some modules compute tables of their weights here
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `export`."""

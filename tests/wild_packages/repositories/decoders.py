@@ -171,6 +171,19 @@ def tab_pfn() -> nn.Module:
     return TabPFNV2(config=TabPFNV2Config(emsize=32, nlayers=2, nhead=4, num_buckets=5), n_out=5)
 
 
+def captioner() -> nn.Module:
+    from models.med import BertLMHeadModel
+    from transformers import BertConfig
+
+    config = BertConfig(
+        vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, encoder_width=24, add_cross_attention=True,
+    )  # fmt: skip
+    return BertLMHeadModel(config)
+
+
+REQUESTS = ("requests==2.32.5", "urllib3==2.6.2", "idna==3.11", "charset-normalizer==3.4.4", "certifi==2025.11.12")
+
 ENTRIES = [
     Entry(
         "zju3dv/LoFTR",
@@ -324,5 +337,21 @@ ENTRIES = [
         reads=lambda module, x: module(x[0])[None],
         gain=2.0,
         commit="7b583341fe16729127f6d5b94a7b09ccae97e1a1",
+    ),
+    Entry(
+        "salesforce/BLIP",
+        "BertLMHeadModel, captions",
+        captioner,
+        {"input_ids": ids(), "encoder_hidden_states": numbers(None, 24)},
+        step="input_ids",
+        masks={
+            "encoder_attention_mask": (
+                padding("encoder_hidden_states", dtype=torch.int64),
+                lambda input_ids, encoder_hidden_states: torch.ones(encoder_hidden_states.shape[:2], dtype=torch.int64),
+            )
+        },
+        requires=("transformers==4.26.1", "tokenizers==0.13.3", "huggingface-hub==0.12.1", *REQUESTS),
+        commit="056a169437371659074aa2732649d5de3bffb4a8",
+        gain=4.0,
     ),
 ]

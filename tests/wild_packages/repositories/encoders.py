@@ -89,6 +89,12 @@ def pytorchic_bert() -> nn.Module:
     return Transformer(Config(vocab_size=V, dim=32, n_layers=2, n_heads=4, dim_ff=48, max_len=64))
 
 
+def esm() -> nn.Module:
+    from esm import ESM2
+
+    return ESM2(num_layers=2, embed_dim=32, attention_heads=4)
+
+
 GRAPH = {
     "x": Input((6, 2), 20, 0), "in_degree": Input((6,), 8, 0), "out_degree": Input((6,), 8, 0),
     "attn_bias": numbers(7, 7), "spatial_pos": Input((6, 6), 7, 0), "edge_input": Input((6, 6, 4, 2), 9, 0),
@@ -131,5 +137,9 @@ ENTRIES = [
         "dhlee347/pytorchic-bert", "Transformer", pytorchic_bert, {"x": ids(), "seg": Input((None,), 2, 0)},
         masks={"mask": (padding("x", dtype=torch.int64), lambda x, seg: torch.ones_like(x))},
         commit="fefcbd988bc3bcdd2cd67072101a3d94ef362f7e",
+    ),
+    Entry(
+        "facebookresearch/esm", "ESM2", esm, {"tokens": Input((None,), 33, 4)}, told={"output": "logits"},
+        commit="2b369911bb5b4b0dda914521b9475cad1656b2ac",
     ),
 ]  # fmt: skip

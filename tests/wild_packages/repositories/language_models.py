@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -85,6 +86,54 @@ def mini_mind() -> nn.Module:
     )  # fmt: skip
 
 
+def palm() -> nn.Module:
+    from palm_pytorch import PaLM
+
+    return PaLM(dim=32, num_tokens=V, depth=2, dim_head=8, heads=4)
+
+
+def transformer_xl() -> nn.Module:
+    with patch.object(torch.version, "cuda", "12.0"):  # the repository reads it, also where there is no GPU
+        from mem_transformer import MemTransformerLM
+
+    torch.Tensor.byte = torch.Tensor.bool  # PyTorch 1.1 masked with bytes, this one does not
+    model = MemTransformerLM(V, 2, 4, 32, 8, 48, 0.0, 0.0, tgt_len=64, ext_len=0, mem_len=0)
+    for weight in model.parameters():  # the repository leaves some empty, for its training script
+        nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def xl_logits(module: nn.Module, data: torch.Tensor) -> torch.Tensor:
+    hidden, _ = module._forward(data.T)
+    softmax = module.crit
+    return softmax._compute_logit(hidden[:, 0], softmax.out_layers[0].weight, softmax.out_layers[0].bias, None)[None]
+
+
+def llama_3() -> nn.Module:
+    from fairscale.nn.model_parallel.initialize import initialize_model_parallel
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        initialize_model_parallel(1)
+    from llama.model import ModelArgs, Transformer
+
+    sizes = ModelArgs(
+        dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=V, multiple_of=16, max_batch_size=8, max_seq_len=64
+    )
+    with patch.object(torch.Tensor, "cuda", lambda tensor: tensor):  # its caches lie on a GPU only
+        model = Transformer(sizes)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.2)
+    return model
+
+
+def gpt_2() -> nn.Module:
+    from GPT2.config import GPT2Config
+    from GPT2.model import GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(V, n_positions=64, n_ctx=64, n_embd=32, n_layer=2, n_head=4))
+
+
 def one(package: str, model: str, build: Any, name: str, commit: str, **more: Any) -> Entry:
     return Entry(package, model, build, {name: ids(V)}, name, commit=commit, **more)
 
@@ -127,5 +176,20 @@ ENTRIES = [
     one(
         "jingyaogong/minimind", "MiniMindForCausalLM", mini_mind, "input_ids",
         "d65ef2c00ebc6082f9df11541e1b191655eddb00", gain=8.0,
+    ),
+    one("lucidrains/PaLM-pytorch", "PaLM", palm, "input", "7164d13d5a831647edb5838544017f387130f987", gain=8.0, seed=1),
+    Entry(
+        "kimiyoung/transformer-xl", "MemTransformerLM", transformer_xl, {"data": ids(V)}, "data",
+        wrap=lambda rows: dict.fromkeys(("data", "target"), rows["data"].T.contiguous()), reads=xl_logits,
+        commit="44781ed21dbaec88b280f74d9ae2877f52b492a5", folder="pytorch pytorch/utils",
+        refusal="forward runs on the example but not at other sizes", why="returns the loss of each position",
+    ),
+    one(
+        "meta-llama/llama3", "Transformer", llama_3, "tokens", "a0940f9cf7065d45bb6675660f80d305c041a754",
+        told={"fixed_arguments": {"start_pos": 0}}, unused=("tiktoken", "tiktoken.load"),
+    ),
+    one(
+        "graykode/gpt-2-Pytorch", "GPT2LMHeadModel", gpt_2, "input_ids", "401078fde5e85475590dc04c9ed11b79332b8717",
+        gain=8.0,
     ),
 ]  # fmt: skip

@@ -129,6 +129,50 @@ def u_vit() -> nn.Module:
     return UViT(img_size=16, patch_size=4, embed_dim=32, depth=3, num_heads=4, num_classes=10, mlp_time_embed=True)
 
 
+def clip() -> nn.Module:
+    from clip.model import CLIP
+
+    return CLIP(
+        embed_dim=24, image_resolution=32, vision_layers=2, vision_width=64, vision_patch_size=8, context_length=16,
+        vocab_size=61, transformer_width=32, transformer_heads=4, transformer_layers=2,
+    ).visual  # fmt: skip
+
+
+def vit() -> nn.Module:
+    from models.modeling import VisionTransformer
+
+    config = SimpleNamespace(
+        patches={"size": (8, 8)}, hidden_size=32, classifier="token",
+        transformer={
+            "mlp_dim": 48, "num_heads": 4, "num_layers": 2, "attention_dropout_rate": 0.0, "dropout_rate": 0.0,
+        },
+    )  # fmt: skip
+    return VisionTransformer(config, img_size=32, num_classes=10, vis=True)
+
+
+def tokens_to_token() -> nn.Module:
+    from models.t2t_vit import T2T_ViT
+
+    return T2T_ViT(
+        img_size=64, tokens_type="performer", num_classes=10, embed_dim=32, depth=2, num_heads=4, token_dim=16
+    )
+
+
+def pyramid() -> nn.Module:
+    from pvt import PyramidVisionTransformer
+
+    return PyramidVisionTransformer(
+        img_size=64, patch_size=4, num_classes=10, embed_dims=[16, 16, 32, 32], num_heads=[1, 2, 4, 4],
+        mlp_ratios=[2, 2, 2, 2], qkv_bias=True, depths=[1, 1, 1, 1],
+    )  # fmt: skip
+
+
+def levit() -> nn.Module:
+    from levit import model_factory
+
+    return model_factory("32_48_64", 8, "1_1_1", "2_3_4", 0, None, 10, True, False, False)
+
+
 def one(package: str, model: str, build: Any, commit: str, *shape: int, name: str = "x", **more: Any) -> Entry:
     """Return the entry of a model whose only input is a picture of one size."""
     told = {"axes": {name: (0,)}, **more.pop("told", {})}
@@ -173,4 +217,16 @@ ENTRIES = [
         "baofff/U-ViT", "UViT", u_vit, {"x": numbers(3, 16, 16), "timesteps": STEP, "y": LABEL},
         told={"axes": {"x": (0,), "timesteps": (0,), "y": (0,)}}, commit="ce551708dc9cde9818d2af7d84dfadfeb7bd9034",
     ),
+    one("openai/CLIP", "VisionTransformer", clip, "d05afc436d78f1c48dc0dbf8e5980a9d471f35f6", unused=("clip.clip",)),
+    one(
+        "jeonsworld/ViT-pytorch", "VisionTransformer", vit, "460a162767de1722a014ed2261463dbbc01196b6",
+        unused=("ml_collections",),
+    ),
+    one(
+        "yitu-opensource/T2T-ViT", "T2T_ViT", tokens_to_token, "0f63dc9558f4d192de926504dbddfa1b3f5db6ca", 3, 64, 64,
+        gain=4.0,
+    ),
+    one("whai362/PVT", "PyramidVisionTransformer", pyramid, "57e2dfaa5a46f9050d76f306a4fcd9a7c061f520", 3, 64, 64,
+        folder="classification"),
+    one("facebookresearch/LeViT", "LeViT", levit, "3772b8e7517b900330ee1f46e11b0ae917dae323", 3, 224, 224, gain=2.0),
 ]  # fmt: skip

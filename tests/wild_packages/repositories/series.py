@@ -51,6 +51,14 @@ def frequencies() -> nn.Module:
     return model
 
 
+def informer() -> nn.Module:
+    from models.model import Informer
+
+    return Informer(
+        5, 5, 5, 24, 12, 12, d_model=32, n_heads=4, e_layers=2, d_layers=1, d_ff=48, attn="full", embed="timeF"
+    )
+
+
 LIBRARY = {"commit": "4e938a1767106324dd753b2a44832bf870a0252e", "unused": ("reformer_pytorch",)}
 
 ENTRIES = [
@@ -79,5 +87,11 @@ ENTRIES = [
         {"x_enc": numbers(24, 5), "x_mark_enc": numbers(24, 4), "x_dec": numbers(24, 5), "x_mark_dec": numbers(24, 4)},
         told={"axes": {"x_enc": (0,), "x_mark_enc": (0,), "x_dec": (0,), "x_mark_dec": (0,)}},
         unused=("matplotlib", "matplotlib.pyplot", "utils.masking"), commit="c0f6b972def125691434d62be1ecadf710ae921a",
+    ),
+    Entry(
+        "zhouhaoyi/Informer2020", "Informer, full attention", informer,
+        {"x_enc": numbers(24, 5), "x_mark_enc": numbers(24, 4), "x_dec": numbers(24, 5), "x_mark_dec": numbers(24, 4)},
+        told={"axes": {"x_enc": (0,), "x_mark_enc": (0,), "x_dec": (0,), "x_mark_dec": (0,)}},
+        commit="29f2a739226a509202a092b464163da81fa74960",
     ),
 ]  # fmt: skip
