@@ -269,6 +269,10 @@ def _trace_or_refuse(
         raise
     except Exception as error:  # torch.export raises many types, with no common base
         raise TraceFailedError(functools.partial(explain_trace, error, module, example, step_input, watch)) from error
+    for spec in traced.program.graph_signature.input_specs:
+        if spec.kind.name == "CUSTOM_OBJ":  # a torch.Generator, say
+            reason = f"forward uses a {type(traced.program.constants[spec.target]).__name__}, which no file can hold"
+            raise TraceFailedError(functools.partial(str, reason))
     if any(node.target is aten.item.default for node in _needed_for_outputs(traced.program)):
         return replace(traced, program=_trace_sizes(module, example, shapes) or traced.program)
     return traced
