@@ -98,7 +98,7 @@ def transformer_xl() -> nn.Module:
 
     torch.Tensor.byte = torch.Tensor.bool  # PyTorch 1.1 masked with bytes, this one does not
     model = MemTransformerLM(V, 2, 4, 32, 8, 48, 0.0, 0.0, tgt_len=64, ext_len=0, mem_len=0)
-    for weight in model.parameters():  # the repository leaves some empty, for its training script
+    for weight in (model.r_w_bias, model.r_r_bias):  # the repository leaves them empty, for its training script
         nn.init.normal_(weight, std=0.2)
     return model
 
