@@ -42,7 +42,7 @@ from tformer_export.capture.trace import (
     CapturedGraph,
     merge_equal_nodes,
 )
-from tformer_export.common.fx_nodes import meta, source_line
+from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
@@ -55,7 +55,7 @@ from tformer_export.sources import Source
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.difference_locator import DifferenceLocator
-from tformer_export.staging.emitter import ContextTensor, Program
+from tformer_export.staging.emitter import ContextTensor, Program, axis_names
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
@@ -355,14 +355,20 @@ def _context_rows(solver: RestrictionSolver, node: Node) -> BatchAxis | None:
 def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) -> LoweredModel:
     """Translate each stage to ONNX with the target's operators."""
     limit = min((facts.max_length for facts in analysed.inputs.values() if facts.max_length), default=None)
-    grouped = 0
+    graph, grouped = analysed.graph, 0
+    least = {
+        str(name): graph.least[expression(size)]
+        for node in graph.inputs.values()
+        for name, size in zip(axis_names(graph, meta(node)), meta(node).shape, strict=True)
+        if expression(size) in graph.least
+    }
 
     def lower(program: Program | None) -> ir.Model | None:
         nonlocal grouped
         if program is None:
             return None
         grouped += target.lower(program.module)
-        return to_onnx(program, limit, analysed.source.min_drawn_length)
+        return to_onnx(program, limit, analysed.source.min_drawn_length, least)
 
     models = lower(staged.encode), lower(staged.decode)
     return LoweredModel(staged, models, {**staged.counts, "grouped": grouped})

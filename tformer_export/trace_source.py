@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tformer_export.analysis.determinism import (
     check_devices,
@@ -21,11 +22,15 @@ from tformer_export.analysis.determinism import (
 )
 from tformer_export.analysis.last_position import keep_all_positions
 from tformer_export.analysis.placeholders import place_by_count
+from tformer_export.analysis.selected_rows import keep_all_rows
 from tformer_export.analysis.size_branches import (
+    check_guards,
     gives_at,
     limit_by_branches,
     limit_lengths,
+    refuse_courses_beyond,
     refuse_other_courses,
+    refuse_same_course,
     refuse_short_limits,
     runs_beyond,
     stretch,
@@ -119,6 +124,7 @@ def _trace_beyond(
             if inputs is not None:
                 warm_up(source, inputs)
             graph = _trace_at_any_length(source, hidden_states, longest, above, by_example)
+            refuse_courses_beyond(graph, source, traced)
             if not runs_beyond(graph, source, longest) and not (above and _grows(traced, graph)):
                 return graph
     return traced
@@ -157,14 +163,20 @@ def _trace_at_any_length(
         rest = source.axes, names, max(source.min_drawn_length, math.ceil(above / DRAWN_LENGTH_FACTOR))
         with unchanged(source.module):  # a trace that fails may leave its tensors in buffers
             graph = capture(traced, source.example, source.step_input, *rest)
+        keep_all_rows(graph)
         limit_by_branches(graph, longest)
+        check_guards(graph, source, longest)
         refuse_other_courses(graph, source)
         return graph
 
     failure: TraceFailedError | UnsupportedModelError = UnsupportedModelError("tracing by example fails")
+    with_selected_rows: CapturedGraph | None = None
     if not by_example:
         try:
-            return trace(module)
+            graph = trace(module)
+            if not _selects_rows(graph):
+                return graph
+            with_selected_rows = graph  # staging refuses it; a trace by example keeps a row for every position
         except (TraceFailedError, UnsupportedModelError) as error:
             failure = error
     repeats = rehearse(source).repeats
@@ -179,6 +191,7 @@ def _trace_at_any_length(
             continue
         try:
             graph = trace(rebuilt)
+            refuse_same_course(graph, source, failure)
         except (TraceFailedError, UnsupportedModelError) as error:
             reason = error.explain() if isinstance(error, TraceFailedError) else error
             logger.debug("the rebuilt module cannot be traced: %s", reason)
@@ -186,9 +199,19 @@ def _trace_at_any_length(
         if rebuilt.max_length is not None:
             limit_lengths(graph, rebuilt.max_length)
         return graph
+    if with_selected_rows is not None:
+        return with_selected_rows
     if isinstance(failure, TraceFailedError):
         raise UnsupportedModelError(failure.explain()) from failure.__cause__
     raise failure
+
+
+def _selects_rows(graph: CapturedGraph) -> bool:
+    """Return whether the size of a value follows from data, as in `x[mask]`."""
+    targets = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return any(torch.Tag.dynamic_output_shape in target.tags for target in targets) or any(
+        free_unbacked_symbols(meta(node).shape) for node in graph.nodes if isinstance(meta(node), torch.Tensor)
+    )
 
 
 def trace_source(source: Source, hidden_states: Sequence[str], max_length: int | None = None) -> CapturedGraph:

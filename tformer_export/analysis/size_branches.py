@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -25,7 +26,46 @@ from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
 BETWEEN = 8  # sizes between the dense ones
+COMPARED = 4  # of the sizes at which a condition fails
+MAX_ROWS = 64  # of a batch at which conditions are evaluated
 TOLERANCE = 1e-3  # of the range of the outputs; another course differs by more
+
+
+class OtherCourseError(UnsupportedModelError):
+    """Forward takes another course at a size of an axis of an input than a trace.
+
+    axis: the name of the input and the number of the axis. line: the user's line of the branch, or "".
+    """
+
+    def __init__(self, message: str, axis: tuple[str, int], size: int, line: str) -> None:
+        super().__init__(message)
+        self.axis, self.size, self.line = axis, size, line
+
+
+def refuse_same_course(captured: CapturedGraph, source: Source, error: Exception) -> None:
+    """Raise OtherCourseError if the graph differs from forward at the size at which another trace did.
+
+    A trace by example knows nothing of a branch that its examples did not meet. Cost: that of one size.
+    """
+    if isinstance(error, OtherCourseError):
+        name, axis = error.axis
+        symbol = expression(meta(captured.inputs[name]).shape[axis])
+        if symbol.is_Symbol:
+            _refuse_other_course(captured, source, _axes_of(captured, symbol), error.size, error.line)
+
+
+def refuse_courses_beyond(captured: CapturedGraph, source: Source, limited: CapturedGraph) -> None:
+    """Raise OtherCourseError if the graph differs from forward just beyond the limits of another trace, in `limited`.
+
+    Cost: that of one size for each limit.
+    """
+    for symbol, limit in limited.limits.items():
+        for name, axis in _axes_of(limited, symbol)[:1]:
+            same = expression(meta(captured.inputs[name]).shape[axis])
+            if same.is_Symbol and limit < captured.limits.get(same, limit + 1):
+                _refuse_other_course(
+                    captured, source, _axes_of(captured, same), limit + 1, limited.limit_lines.get(symbol, "")
+                )
 
 
 def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
@@ -67,6 +107,60 @@ def limit_by_branches(captured: CapturedGraph, max_length: int) -> None:
     drop_assertions(captured.graph)
 
 
+def check_guards(captured: CapturedGraph, source: Source, max_length: int) -> None:
+    """Check the conditions on sizes that the trace met, at all sizes up to the greatest length, in place.
+
+    torch.export vouches for a range of each size, and not for `n != 64` or `n / 50 <= 1`. A condition that holds up to
+    a length limits the file to it. Where one fails at other sizes, the graph is compared with forward there.
+
+    max_length: the greatest length that is evaluated.
+
+    Raises UnsupportedModelError if forward takes another course at a size. Cost: each condition is evaluated at all
+    sizes; a run of forward and one of the graph, with one row, for COMPARED sizes of each condition that fails.
+    """
+    for guard, line in captured.guards.items():
+        for symbol in guard.free_symbols & _free_symbols(captured):
+            high = MAX_ROWS if symbol in captured.batch else min(max_length, captured.limits.get(symbol, max_length))
+            failing = _failing_sizes(captured, guard, symbol, high)
+            if not failing:
+                continue
+            first = failing[0]
+            if symbol not in captured.batch and first >= DENSE_SIZES and len(failing) == high - first + 1:
+                captured.limits[symbol] = first - 1
+                if line:
+                    captured.limit_lines[symbol] = line
+                continue
+            axes = _axes_of(captured, symbol)
+            for size in sorted({failing[i * (len(failing) - 1) // (COMPARED - 1)] for i in range(COMPARED)}):
+                _refuse_other_course(captured, source, axes, size, line)
+
+
+def _failing_sizes(captured: CapturedGraph, guard: sympy.Basic, symbol: sympy.Symbol, high: int) -> list[int]:
+    """Return the values of a symbol, from 2 to `high`, at which a condition fails. Others are as in the trace."""
+    others = {
+        other: captured.example[name].shape[axis]
+        for name, node in captured.inputs.items()
+        for axis, other in _axes(node)
+        if other.is_Symbol and other != symbol
+    }
+    condition = guard.subs(others)
+    if condition.free_symbols - {symbol}:  # a number that is read from data
+        return []
+    least = max(2, captured.least.get(symbol, 2))
+    return [size for size in range(least, high + 1) if not bool(condition.subs(symbol, size))]
+
+
+def _free_symbols(captured: CapturedGraph) -> set[sympy.Symbol]:
+    return {s for node in captured.inputs.values() for _, s in _axes(node) if s.is_Symbol}
+
+
+def _axes_of(captured: CapturedGraph, symbol: sympy.Symbol) -> list[tuple[str, int]]:
+    """Return the inputs and their axes of a symbol; all batch axes for one of them."""
+    if symbol in captured.batch:
+        return [(name, 0) for name, node in captured.inputs.items() if expression(meta(node).shape[0]).is_Symbol]
+    return _length_axes(captured, symbol)
+
+
 def limit_lengths(captured: CapturedGraph, max_length: int) -> None:
     """Set the greatest length of all inputs, or a lesser one that is set, in place."""
     for node in captured.inputs.values():
@@ -84,7 +178,7 @@ def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) ->
         axes = _length_axes(captured, symbol)
         if not axes or limit >= enough:
             continue
-        inputs = _one_row(source.example, axes, limit + 1)
+        inputs = _sized(source.example, axes, limit + 1)
         with restored(source.module), suppress(Exception):
             source.module(*(value.clone() for value in inputs.values()))
             return inputs
@@ -99,22 +193,46 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
 
     Cost: a run of forward and one of the graph, with one row, for each size of `sizes_below`.
     """
-    for symbol in {s for node in captured.inputs.values() for axis, s in _axes(node) if axis > 0 and s.is_Symbol}:
+    for symbol in _free_symbols(captured) - captured.batch:
         axes = _length_axes(captured, symbol)
         least = captured.least.get(symbol, 2)
         for size in sizes_below(least):
-            inputs = _one_row(captured.example, axes, size)
-            expected = _run(source, inputs)
-            if expected is not None and not _gives(captured, inputs, expected, may_fail=least == 2):
-                again = _run(source, inputs)
-                if again is None or not is_same(again, expected):
-                    return  # forward is random, which a later check refuses for its reason
-                name, line = axes[0][0], captured.least_lines.get(symbol)
-                raise UnsupportedModelError(
-                    f"forward takes another course if {name!r} has fewer than {size + 1} positions"
-                    + (f", by {line}" if line else "")
-                    + ". A file takes one course: write it without the branch"
-                )
+            line = captured.least_lines.get(symbol)
+            _refuse_other_course(captured, source, axes, size, line or "", may_fail=least == 2, below=True)
+
+
+def _refuse_other_course(
+    captured: CapturedGraph,
+    source: Source,
+    axes: list[tuple[str, int]],
+    size: int,
+    line: str,
+    may_fail: bool = False,
+    below: bool = False,
+) -> None:
+    """Raise UnsupportedModelError if the graph does not give the results of forward at a size of these axes.
+
+    may_fail: whether the graph may fail there. below: whether all smaller sizes take the other course too. A size at
+    which forward fails has no results, and a random model is refused later, for its reason.
+    """
+    inputs = _sized(captured.example, axes, size)
+    expected = _run(source, inputs)
+    if expected is None or _gives(captured, inputs, expected, may_fail):
+        return
+    again = _run(source, inputs)
+    if again is None or not is_same(again, expected):
+        return
+    (name, axis), *_ = axes
+    unit = "rows" if axis == 0 else "positions"
+    where = f"has fewer than {size + 1} {unit}" if below else f"has {size} {unit}"
+    raise OtherCourseError(
+        f"forward takes another course if {name!r} {where}"
+        + (f", by {line}" if line else "")
+        + ". A file takes one course: write it without the branch",
+        (name, axis),
+        size,
+        line,
+    )
 
 
 def sizes_below(least: int) -> list[int]:
@@ -176,12 +294,12 @@ def stretch(inputs: Mapping[str, torch.Tensor], source: Source, length: int) -> 
     return stretched
 
 
-def _one_row(inputs: Mapping[str, torch.Tensor], axes: list[tuple[str, int]], size: int) -> dict[str, torch.Tensor]:
-    """Return the first row of inputs, of which axes of one length have another size."""
-    row = {name: value[:1] for name, value in inputs.items()}
+def _sized(inputs: Mapping[str, torch.Tensor], axes: list[tuple[str, int]], size: int) -> dict[str, torch.Tensor]:
+    """Return inputs of which these axes have another size, with one row unless that is the axis."""
+    sized = {name: value if axes[0][1] == 0 else value[:1] for name, value in inputs.items()}
     for name, axis in axes:
-        row[name] = _resize(row[name], axis, size)
-    return row
+        sized[name] = _resize(sized[name], axis, size)
+    return sized
 
 
 def _length_axes(captured: CapturedGraph, symbol: Any) -> list[tuple[str, int]]:

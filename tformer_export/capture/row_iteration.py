@@ -3,7 +3,7 @@
 A trace has no number of rows, so a Python loop over rows would fix it. But models that handle inputs of several sizes
 often split a tensor into a list of rows, whose joined rows are the tensor again. While `rows_joined` is active,
 iterating over a tensor with a free first axis gives one object that stands for all rows. `torch.cat` and `torch.stack`
-take it; any other use fails, so that the trace is repeated without. A trace without the patch fixes such an axis, which
+take it; after any other use the trace is repeated without. A trace without the patch fixes such an axis, which
 fails too: no trace that succeeds without the patch has another result with it.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,18 @@ from tformer_export.sources.pictures.joined_rows import Rows
 
 @dataclass
 class RowUse:
-    """Whether `rows_joined` replaced a loop over rows."""
+    """The loops over rows that `rows_joined` replaced, as what each of them got."""
 
-    used: bool = False
+    rows: list[Rows] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether one did anything else than join the rows again, such as compare them."""
+        return any(rows.is_misused or not rows.is_taken for rows in self.rows)
 
 
 @contextmanager
@@ -41,9 +50,9 @@ def rows_joined() -> Iterator[RowUse]:
     def iterate(tensor: torch.Tensor) -> Iterator[Any]:
         if not tensor.dim() or not isinstance(tensor.shape[0], torch.SymInt):
             return iter(original_iter(tensor))
-        use.used = True
+        use.rows.append(Rows(tensor))
         iterated[:] = [tensor]
-        return iter([Rows(tensor)])
+        return iter(use.rows[-1:])
 
     def length(tensor: torch.Tensor) -> int:
         if iterated and iterated[0] is tensor:  # list() asks for a hint after iter(); an error means "unknown"

@@ -106,6 +106,7 @@ class CapturedGraph:
     limit_lines: symbol → the user's line that set its limit.
     least: symbol → the least value for which torch.export vouches, if that is above 2.
     least_lines: symbol → the user's line that set it.
+    guards: condition on sizes that holds in the trace → the user's line that asked for it, or "".
     at_one_length: whether the module runs at its greatest length for sequences of any length.
     """
 
@@ -123,6 +124,7 @@ class CapturedGraph:
     limit_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
     least: dict[sympy.Symbol, int] = field(default_factory=dict)
     least_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
+    guards: dict[sympy.Basic, str] = field(default_factory=dict)
     at_one_length: bool = False
 
     @property
@@ -226,6 +228,7 @@ def capture(
         limit_lines=limit_lines,
         least={s: int(b.lower) for s, b in program.range_constraints.items() if b.lower.is_finite and b.lower > 2},
         least_lines=by_symbol(traced.watch.raised),
+        guards=dict(traced.watch.guards),
     )
 
 
@@ -361,6 +364,7 @@ def _limits_of_sizes(graph: Graph) -> Iterator[tuple[sympy.Symbol, int]]:
     for node in graph.nodes:
         values = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
         sizes: list[Any] = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+        sizes += [value for value in values if isinstance(value, torch.SymInt)]
         for size in sizes:
             limit = simplify_size(size.node.expr)[1] if isinstance(size, torch.SymInt) else None
             if limit is not None:
@@ -399,7 +403,8 @@ def _trace(
                 if not loops.used:
                     raise
                 program = None
-        program = program or export()
+        if program is None or loops.wrong:
+            program = export()
         _drop_metadata_checks(program)
         traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
         return traced

@@ -44,12 +44,14 @@ class SizeWatch:
     fixed: axis → the first line that gave it one size.
     bounded: axis → the last line that gave it a greatest size.
     raised: axis → the last line that gave it a least size.
+    guards: condition on sizes that the trace met → the line that asked for it.
     """
 
     names: list[str]
     fixed: dict[InputAxis, str] = field(default_factory=dict)
     bounded: dict[InputAxis, str] = field(default_factory=dict)
     raised: dict[InputAxis, str] = field(default_factory=dict)
+    guards: dict[Any, str] = field(default_factory=dict)
 
     def axes(self, text: str) -> list[InputAxis]:
         """Find the axes of inputs that a message of torch.export names."""
@@ -65,7 +67,7 @@ class SizeWatch:
 def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
     """Record the user's lines at which symbolic sizes get a value or a bound, while a module is traced.
 
-    torch.export reports that a size was fixed, but not where. It learns of each in two methods of `ShapeEnv`, which are
+    torch.export reports that a size was fixed, but not where. It learns of each in methods of `ShapeEnv`, which are
     patched for the whole process: exports of other threads wait.
     """
     watch = SizeWatch(list(names))
@@ -103,7 +105,16 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
             if changed:
                 found.update((axis, line()) for axis in axes(env, symbol))
 
+    def evaluate(env: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(env.guards)
+        value = asked(env, *args, **kwargs)
+        for guard in env.guards[before:]:
+            watch.guards.setdefault(guard.expr, line())
+        return value
+
     with TORCH_PATCH_LOCK:
+        asked = ShapeEnv.evaluate_expr
+        ShapeEnv.evaluate_expr = evaluate  # type: ignore[method-assign,assignment]
         replace, bound = ShapeEnv._set_replacement, ShapeEnv._update_var_to_range
         ShapeEnv._set_replacement = set_replacement  # type: ignore[method-assign,assignment]
         ShapeEnv._update_var_to_range = update_range  # type: ignore[method-assign,assignment]
@@ -111,6 +122,7 @@ def watch_sizes(names: Iterable[str]) -> Iterator[SizeWatch]:
             yield watch
         finally:
             ShapeEnv._set_replacement, ShapeEnv._update_var_to_range = replace, bound  # type: ignore[method-assign]
+            ShapeEnv.evaluate_expr = asked  # type: ignore[method-assign]
 
 
 def describe_axis(axis: InputAxis) -> str:
@@ -155,6 +167,11 @@ def explain_trace(
             "know for other sizes. Compute it with whole numbers; if the input always has the size of the example, say "
             'so: axes={"' + next(iter(example)) + '": (0,)}'
         )
+    if "SymInt" in text or _fails_in_sympy(error):
+        return (
+            f"forward computes with numbers of its data, or with sizes, in a way that torch.export cannot follow, at "
+            f"{line_of_error(error)}. A file has no Python: keep the numbers in tensors"
+        )
     if "numpy" in text:
         return (
             f"forward hands a tensor to numpy, at {line_of_error(error)}. Only torch's operations can be exported: "
@@ -164,6 +181,12 @@ def explain_trace(
         f"forward runs, but torch.export cannot trace it, at {line_of_error(error)}: {error_summary(error)}. "
         "Write that line with torch's operations on tensors"
     )
+
+
+def _fails_in_sympy(error: Exception) -> bool:
+    """Return whether the expression of a size or number, which torch leaves to sympy, is the cause."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("sympy.")
 
 
 def _explain_fixed(

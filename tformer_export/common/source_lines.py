@@ -9,12 +9,13 @@ from pathlib import Path
 from types import FrameType
 
 import numpy as np
+import sympy
 import torch
 
 OUR_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _NOT_THE_USERS = (
     OUR_PACKAGE,
-    *(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, np)),
+    *(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, np, sympy)),
     str(Path(os.__file__).parent / "contextlib.py"),
     str(Path(os.__file__).parent / "functools.py"),
     "<",

@@ -29,11 +29,14 @@ FLOAT32_ROUNDING = 2.0**-24  # of a number, over its value
 OPSET = 24  # the first with TensorScatter
 
 
-def to_onnx(program: Program, limit: int | None = None, min_length: int = 0) -> ir.Model:
+def to_onnx(
+    program: Program, limit: int | None = None, min_length: int = 0, least: Mapping[str, int] | None = None
+) -> ir.Model:
     """Trace the program and translate it. The weights stay the program's own.
 
     limit: the maximum length of the request inputs.
     min_length: as `min_drawn_length` of `Source`.
+    least: free axis → the least size at which the program goes the way of the traced one.
     Cost: that of torch.onnx, some seconds.
 
     Raises UnsupportedModelError for operations that torch.onnx cannot translate.
@@ -47,7 +50,7 @@ def to_onnx(program: Program, limit: int | None = None, min_length: int = 0) -> 
     for port in program.inputs:
         for axis in port.shape:
             if isinstance(axis, str) and axis not in sizes:
-                sizes[axis] = next(free, 2)
+                sizes[axis] = next(free, 2) + (least or {}).get(axis, 0)
     dynamic = tuple(
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs

@@ -4,8 +4,9 @@ Each case feeds rows of different lengths as a right-padded prompt and then toke
 traced, and compares every row's logits with the source model's on that row alone. Then both decode greedily: wherever
 the source's two best tokens differ by more than the error, the file must choose the same token.
 
-Allowed: max |Δlogit| ≤ 1e-3 of the logits' range. Float32 kernels that sum in another order differ by about depth ·
-    2⁻²⁴ of the summed values, 1e-6 to 1e-5 of the range; a missing position or a wrong mask by 1e-2 and more.
+Allowed: max |Δlogit| ≤ 1e-3 of its unit (`tformer_export.common.ruler`): of the spread of the logits that can be chosen
+    at its position. Float32 kernels that sum in another order differ by about depth · 2⁻²⁴ of the summed values, 1e-6
+    to 1e-5 of the spread; a missing position or a wrong mask by 1e-2 and more.
 
 A file in half precision is compared twice: before its numbers are rounded, as above, which proves its computation, and
 after, which measures its accuracy. Then more is allowed, see `ParityGate.sensitivity`.
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from tformer_export.analysis.input_facts import InputFacts
+from tformer_export.common.ruler import logit_differences, number_differences
 from tformer_export.sources import Source
 from tformer_export.staging.difference_locator import DifferenceLocator
 from tformer_export.verify.draws import InputDraws
@@ -173,20 +175,23 @@ class ParityGate(InputDraws):
             samples = [(self.draw_request(length), None) for length in (4, 11)]
         with rounded_weights(self.source.module, round_weight):
             rounded_logits = [self.reference.logits(*inputs) for inputs in samples]
-        worst = 0.0
-        for inputs, logits in zip(samples, rounded_logits, strict=True):
-            expected = self.reference.logits(*inputs)
-            span = float(np.ptp(expected[np.isfinite(expected)])) or 1.0
-            worst = max(
-                worst, *(_difference(*row) / span for row in zip(*map(np.atleast_1d, (logits, expected)), strict=True))
-            )
-        return worst
+        exact_logits = [self.reference.logits(*inputs) for inputs in samples]
+        return max(
+            float(self._differences(rounded, exact, exact_logits).max())
+            for rounded, exact in zip(rounded_logits, exact_logits, strict=True)
+        )
+
+    def _differences(self, actual: np.ndarray, expected: np.ndarray, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the differences over their units. rows: results of a single-pass model for other inputs."""
+        if self.source.step_input is not None and self.inputs[self.source.step_input].ids is not None:
+            return logit_differences(actual, expected)
+        return number_differences(actual, expected, rows)
 
     def _check_single_pass(self, engine: Engine, report: ParityReport) -> None:
         """Compare a model without a step input on rows of one length, and on ragged rows if it hides padding."""
         assert engine.manifest.encode is not None
-        self._run_rows(engine, "1 rows of 4", (4,), report)
-        self._run_rows(engine, "4 rows of 11", (11,) * 4, report)
+        several = self._run_rows(engine, "4 rows of 11", (11,) * 4, report)
+        self._run_rows(engine, "1 rows of 4", (4,), report, several)
         if self.source.adapters:
             self._run_rows(engine, ADAPTERS, (5,) * (len(self.source.adapters) + 1), report)
         if not engine.manifest.encode.ragged:
@@ -205,20 +210,33 @@ class ParityGate(InputDraws):
         report.extras = {name: max(error, ragged_report.extras.get(name, 0.0)) for name, error in report.extras.items()}
         report.relative_error = max(report.relative_error, ragged_report.relative_error)
 
-    def _run_rows(self, engine: Engine, case: str, lengths: Sequence[int], report: ParityReport) -> None:
-        """Compare the outputs of a single-pass model, for rows of these lengths together."""
+    def _run_rows(
+        self,
+        engine: Engine,
+        case: str,
+        lengths: Sequence[int],
+        report: ParityReport,
+        others: Sequence[Sequence[np.ndarray]] = (),
+    ) -> list[list[np.ndarray]]:
+        """Compare the outputs of a single-pass model, for rows of these lengths together.
+
+        others: the expected outputs of further rows. Return those of these rows.
+        """
         requests = [self.draw_request(length) for length in lengths]
         names = [extra.name for extra in engine.manifest.extras]
         outputs = engine.encode(by_name(requests) or {}, len(requests), names)
         values = {name: value.numpy() for name, value in outputs.items()}
+        expected_outputs = [self.reference.outputs(request, None) for request in requests]
         errors = []
-        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            for spec, expected in zip(engine.manifest.encoded, self.reference.outputs(request, None), strict=True):
+        for row, (length, outputs_of_row) in enumerate(zip(lengths, expected_outputs, strict=True)):
+            for number, (spec, expected) in enumerate(zip(engine.manifest.encoded, outputs_of_row, strict=True)):
                 output = values[spec.name][row][tuple(slice(0, size) for size in expected.shape)]
-                errors.append(self._compare(case, row, length, output[None], expected[None], report))
+                rows = [outputs[number] for outputs in (*expected_outputs, *others)]
+                errors.append(self._compare(case, row, length, output, expected, report, rows=rows))
         report.errors[case] = max(errors)
         for row, request in enumerate(requests):
             self._compare_extras(case, row, {name: values[name][row] for name in names}, request, None, report)
+        return expected_outputs
 
     def _compare_extras(
         self,
@@ -253,26 +271,36 @@ class ParityGate(InputDraws):
         report: ParityReport,
         locate: Callable[[], str] = lambda: "",
         positions: Sequence[int] | np.ndarray = (0,),
+        rows: Sequence[np.ndarray] = (),
     ) -> float:
-        """Compare logits at these positions, add the error to the report, and return it.
+        """Compare results, add the error to the report, and return the greatest difference of a number that counts.
 
-        prompt: the length of the row's prompt. locate: called for the message of a failure. Raises ParityError if the
-            error exceeds the tolerance.
+        logits: at these positions; of a single-pass model its whole output.
+        prompt: the length of the row's prompt. locate: called for the message of a failure. rows: expected outputs of a
+            single-pass model for other inputs. Raises ParityError if the error exceeds the tolerance.
         """
-        finite = np.isfinite(expected)
-        scale = float(expected.max(where=finite, initial=-np.inf) - expected.min(where=finite, initial=np.inf)) or 1.0
-        differences = np.array([_difference(*position) for position in zip(logits, expected, strict=True)])
-        worst = float(differences.max())
-        report.relative_error = max(report.relative_error, worst / scale)
-        if not worst <= self.tolerance * scale:
-            position = int(positions[int((differences > self.tolerance * scale).argmax())])
+        if logits.shape != expected.shape:
+            raise ParityError(
+                f"the exported model differs from its source in the case '{case}': row {row} has the shape "
+                f"{logits.shape} where the source's has {expected.shape}; no file was written"
+            )
+        relative = self._differences(logits, expected, rows)
+        with np.errstate(invalid="ignore"):
+            differences = np.where(relative > 0, np.abs(logits - expected), 0.0)
+        by_position = relative.reshape(len(positions), -1).max(1)
+        report.relative_error = max(report.relative_error, float(by_position.max()))
+        if not (by_position <= self.tolerance).all():
+            first = int((~(by_position <= self.tolerance)).argmax())
+            position, worst = int(positions[first]), float(by_position[first])
+            difference = float(differences.reshape(len(positions), -1)[first].max())
             stage = "of the prompt" if position < prompt else f"(step {position - prompt + 1} after the prompt)"
+            share = f"{worst:.2g} of what the results there span" if np.isfinite(worst) else "a number that is none"
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
-                f"{stage}, by {worst:.3g} where the logits span {scale:.3g} ({self.tolerance:g} of that is allowed)"
+                f"{stage}, by {difference:.3g}, {share} ({self.tolerance:g} of that is allowed)"
                 f"{self._explain_padding() if case == RAGGED_ROWS else ''}{locate()}; no file was written"
             )
-        return worst
+        return float(differences.max())
 
     def _explain_padding(self) -> str:
         """Return a reason why only ragged rows would differ, for the message."""
@@ -323,11 +351,3 @@ class ParityGate(InputDraws):
                     f"the exported model's greedy tokens differ from its source's: row {row}, step "
                     f"{int(is_wrong.argmax()) + 1}; no file was written"
                 )
-
-
-def _difference(logits: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference of one position's logits; infinite where only one of two numbers is finite."""
-    finite = np.isfinite(expected)
-    if (finite != np.isfinite(logits)).any():
-        return np.inf
-    return float(np.subtract(logits, expected, where=finite, out=np.zeros_like(expected)).__abs__().max())

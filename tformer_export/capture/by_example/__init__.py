@@ -8,6 +8,8 @@ recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
 reads      numbers that Python reads out of tensors
+tracked_numbers  such numbers, which note what Python compares them with
+random_choices  random results of operations that choose among few
 slices     slices that take everything
 draws      inputs of any sizes, with padding or without
 input_facts  the number of ids of an input, and the ids that may be padding

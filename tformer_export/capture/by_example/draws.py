@@ -13,6 +13,7 @@ import torch
 from tformer_export.common.derived_inputs import Mask
 
 SCATTERED = 0.25  # of the ids
+OFTEN = 0.5  # of the ids, for one that the module asks for
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class InputDraws:
     masks: inputs that follow from the lengths of another input.
     paddings: the ids that may be padding: that of the model, and the ids with which it compares its ids.
     vocabulary: input → number of its ids, where it is known.
+    asked: an id that is drawn often, besides others.
     fills_one_row: whether a row of each padded batch has no padding, as models need that read `lengths.max()`.
     """
 
@@ -46,6 +48,7 @@ class InputDraws:
     paddings: frozenset[int] = frozenset()
     vocabulary: Mapping[str, int] = field(default_factory=dict)
     fills_one_row: bool = False
+    asked: int | None = None
 
     @property
     def kinds(self) -> list[DataKind]:
@@ -82,7 +85,10 @@ class InputDraws:
     def _ids(self, name: str, value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return random ids other than padding."""
         ids = [i for i in range(self.vocabulary[name]) if i not in self.paddings] or [0]
-        return torch.tensor(ids)[torch.randint(len(ids), value.shape, generator=generator)].to(value.dtype)
+        drawn = torch.tensor(ids)[torch.randint(len(ids), value.shape, generator=generator)].to(value.dtype)
+        if self.asked is not None and 0 <= self.asked < self.vocabulary[name]:
+            drawn[torch.rand(value.shape, generator=generator) < OFTEN] = self.asked
+        return drawn
 
     def _keep(self, name: str, value: torch.Tensor, kind: DataKind, generator: torch.Generator) -> torch.Tensor:
         """Return (batch, time): whether a position holds no padding. Rows of the step input have none."""

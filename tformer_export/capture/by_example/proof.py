@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,19 @@ def check_agreement(
                     raise WrongAtSizesError("the recorded operations give other results for other data", case)
 
 
+def check_asked_ids(
+    module: nn.Module, rebuilt: RebuiltModule, draws: InputDraws, recordings: Sequence[Recording], sizes: Sizes
+) -> None:
+    """Raise DisagreementError unless both modules agree on data with the ids for which the module's code may ask.
+
+    Drawn data hardly ever have the id of `if ids[0, -1].item() == 9`. Cost: some runs for each such id.
+    """
+    ids = {i for recording in recordings for read in recording.numbers for i in read.asked}
+    ids |= {i for recording in recordings for i in recording.at_hand}
+    for asked in sorted(i for i in ids if 0 <= i < max(draws.vocabulary.values(), default=0)):
+        check_agreement(module, rebuilt, replace(draws, asked=int(asked)), [sizes, (1, *sizes[1:])], [0, 1])
+
+
 def check_reads(
     module: nn.Module,
     draws: InputDraws,
@@ -64,6 +78,8 @@ def check_reads(
     samples: Sequence[Sizes],
     sizes: Sizes,
     course: Mapping[int, bool],
+    of_course: Sequence[Recording],
+    shortest: Sequence[Recording],
 ) -> None:
     """Raise DisagreementError if a number that Python reads may lead to operations that were never compared.
 
@@ -74,7 +90,9 @@ def check_reads(
     inputs in all runs, such as `lengths.max()`, has no other value.
 
     samples: the sizes of the recordings. sizes: those of the honest runs. course: the answers to conditions that the
-        recordings were forced to. Their operations are those of the program, which has the results of honest runs.
+        recordings were forced to. of_course: recordings of runs that were forced to the program's course, at the sizes
+        of honest runs. Their operations are those of the program, which has the results of honest runs. shortest: of
+        honest runs of the fewest positions, in which a number such as the rows of an expert may be 0.
 
     Cost: `HONEST_RUNS` recordings of each kind, and up to twenty for each line that reads a number.
     """
@@ -88,12 +106,10 @@ def check_reads(
         for seed in range(HONEST_RUNS)
     }
     operations = Counter[Any]()
-    if course:
-        operations |= record(module, [*draws.draw(sizes, draws.kinds[-1], 0).values()], course).descriptions()
-    for recording in honest.values():
+    for recording in (*honest.values(), *of_course):
         operations |= recording.descriptions()
     values: dict[str, set[Any]] = {}
-    for recording in honest.values():
+    for recording in (*honest.values(), *of_course, *shortest):
         for line, reads in _reads_by_line(recording).items():
             values.setdefault(line, set()).update(read.value for read in reads)
             values[line].update(course[n] for n in (read.number for read in reads) if n is not None and n in course)
@@ -113,7 +129,7 @@ def check_reads(
 
 def _forced(module: nn.Module, inputs: Sequence[torch.Tensor], read: ReadNumber) -> Iterator[Counter[Any]]:
     """Run forward with other values of a number, and yield the operations of the runs that do not fail."""
-    for value in other_values(read.value):
+    for value in (*other_values(read.value), *sorted(read.asked - {*other_values(read.value), read.value})):
         assert read.number is not None
         try:
             yield record(module, inputs, {read.number: value}).descriptions()

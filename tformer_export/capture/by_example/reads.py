@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from tformer_export.capture.by_example.slices import take_slices
+from tformer_export.capture.by_example.tracked_numbers import (
+    Asked,
+    TrackedFloat,
+    TrackedInt,
+    numbers_at_hand,
+    plain,
+    track,
+)
 
 _SCALARS: dict[Any, type | None] = {
     torch.Tensor.item: None,
@@ -27,6 +37,8 @@ class ReadMode(TorchFunctionMode):
 
     forced: number of a read → the value that Python gets.
     reads: the names of the recorded operations, one for each read.
+    asked: for each read, what Python compares the number with.
+    at_hand: whole numbers of the user's code that reads, with which it may compare as well.
     arrays: the names of the recorded operations that stand for reads of whole arrays.
     """
 
@@ -34,10 +46,12 @@ class ReadMode(TorchFunctionMode):
         super().__init__()
         self.forced = forced
         self.reads: list[str] = []
+        self.asked: list[Asked] = []
+        self.at_hand: set[int] = set()
         self.arrays: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = pytree.tree_map_only((TrackedInt, TrackedFloat), plain, (args, kwargs or {}))
         if isinstance(kwargs.get("generator"), torch.Generator):  # numbers of a seed of the module's own: constants
             with disable_proxy_modes_tracing():
                 return func(*args, **kwargs)
@@ -56,8 +70,10 @@ class ReadMode(TorchFunctionMode):
 
     def _read(self, value: Any, kind: type | None) -> Any:
         self.reads.append(_latest_name())
+        self.asked.append(Asked())
+        self.at_hand |= numbers_at_hand(sys._getframe(1))
         value = self.forced.get(len(self.reads) - 1, value)
-        return value if kind is None else kind(value)
+        return track(value if kind is None else kind(value), self.asked[-1])
 
     def _list(self, tensor: torch.Tensor) -> Any:
         if tensor.dim() == 0:

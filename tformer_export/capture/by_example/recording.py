@@ -144,12 +144,14 @@ class ReadNumber:
 
     source: the tensor.
     number: the number of the read among all reads of forward; None for a read by an operation of torch itself.
+    asked: other values, for which a comparison in Python has another answer.
     """
 
     source: StepResult | InputRef
     value: Any
     stack_trace: str | None
     number: int | None = None
+    asked: frozenset[Any] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Recording:
     reads_arrays: whether Python got data as an array.
     pure: the nodes of constants that a recording can compute again, because nothing was written into them.
     input_forms: the shapes and dtypes of the inputs.
+    at_hand: whole numbers of the code that reads numbers out of data, with which it may compare them.
     """
 
     steps: Sequence[Step]
@@ -169,6 +172,15 @@ class Recording:
     pure: frozenset[Node]
     module: GraphModule
     input_forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    at_hand: frozenset[int] = frozenset()
+
+    @property
+    def selects_rows(self) -> bool:
+        """Whether the size of a result follows from data."""
+        return any(
+            isinstance(step.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in step.target.tags
+            for step in self.steps
+        )
 
     def descriptions(self) -> Counter[tuple[Any, ...]]:
         """Return the operations on data, with their numbers, weights and constants, and how often each runs."""
@@ -223,6 +235,7 @@ class _Reader:
     ) -> None:
         self.traced, self.inputs, self.with_first_runs = traced, inputs, with_first_runs
         self.reads = {name: number for number, name in enumerate(reads.reads)}
+        self.asked, self.at_hand = reads.asked, reads.at_hand
         self.arrays = set(reads.arrays)
         self.data: set[int] = set()  # storages into which data are written at some time
         self.written: set[int] = set()  # storages into which anything is written
@@ -262,7 +275,9 @@ class _Reader:
                 outputs: Any = map_arg(node.args[0], operand)
                 reads_arrays = any(n.name in self.arrays for n in operations)
                 forms = [(tuple(value.shape), value.dtype) for value in self.inputs]
-                return Recording(steps, outputs, numbers, reads_arrays, pure, self.traced, forms)
+                return Recording(
+                    steps, outputs, numbers, reads_arrays, pure, self.traced, forms, frozenset(self.at_hand)
+                )
             is_step = node in operations and node.target not in NUMBER_READS
             target, args, kwargs = node.target, node.args, node.kwargs
             if is_step:
@@ -284,7 +299,8 @@ class _Reader:
                 steps.append(Step(target, args, kwargs, node.stack_trace, _place(value), is_view))
             elif node in operations:
                 number = self.reads.get(node.name)
-                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace, number))
+                asked = frozenset(self.asked[number].values) if number is not None else frozenset()
+                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace, number, asked))
         raise AssertionError("a graph ends with its output")
 
     def _find_data(self) -> dict[Node, Any]:

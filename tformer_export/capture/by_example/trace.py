@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,9 +20,11 @@ from tformer_export.capture.by_example.proof import (
     WrongAtSizesError,
     agree,
     check_agreement,
+    check_asked_ids,
     check_reads,
     run,
 )
+from tformer_export.capture.by_example.random_choices import RandomChoices
 from tformer_export.capture.by_example.rebuild import RebuiltModule, rebuild
 from tformer_export.capture.by_example.recording import Recording, record
 from tformer_export.capture.by_example.roll import roll_loops
@@ -36,6 +39,7 @@ FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other re
 BY_CHANCE = 2  # times the lengths of the recordings: a program that holds no further has their numbers
 MAX_SAMPLES = 9  # with the sizes that are recorded because a program is wrong there
 MAX_CONDITIONS = 3  # on data, whose answers are changed in turn
+COURSE_RUNS = 4  # times HONEST_RUNS: recordings with random choices, each of which has other experts
 FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
@@ -60,6 +64,7 @@ class _Tracer:
     def __init__(self, module: nn.Module, draws: InputDraws, unit: int, max_length: int) -> None:
         self.module, self.draws, self.unit, self.max_length = module, draws, unit, max_length
         self.forced: Mapping[int, bool] = {}  # number of a condition on data → the answer that forward gets
+        self.random_choices = False  # whether operations that choose among few choose at random
 
     def trace(self) -> RebuiltModule | None:
         try:
@@ -73,16 +78,19 @@ class _Tracer:
         full = self.draws.kinds[-1]
         # Other data change the course of a module that reads them, and of no other.
         kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
-        courses: list[tuple[DataKind, int, dict[int, bool]]] = [
-            (kind, rows, {}) for kind, rows in kinds or [(full, FEW_ROWS)]
+        courses: list[tuple[DataKind, int, dict[int, bool], bool]] = [
+            (kind, rows, {}, False) for kind, rows in kinds or [(full, FEW_ROWS)]
         ]
-        courses += [(full, FEW_ROWS, forced) for forced in _other_answers(first)]
+        courses += [(full, FEW_ROWS, forced, False) for forced in _other_answers(first)]
+        if first.numbers or first.selects_rows:  # a router may send nothing to an expert, for the drawn data
+            courses.append((full, MANY_ROWS, {}, True))
         reason: LoopError | None = None
-        for kind, rows, self.forced in courses:
+        for kind, rows, self.forced, self.random_choices in courses:
             try:
                 return self._course(kind, rows)
             except (DisagreementError, *FORWARD_FAILURES) as error:
-                logger.debug("no course of %s with %d rows and %s: %s", kind, rows, self.forced, error)
+                others = "random choices" if self.random_choices else self.forced
+                logger.debug("no course of %s with %d rows and %s: %s", kind, rows, others, error)
                 reason = error if isinstance(error, LoopError) else reason
         if reason is not None:
             raise reason
@@ -178,7 +186,12 @@ class _Tracer:
                 raise WrongAtSizesError(f"other operations run at a length of {length}", sizes)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
-            check_reads(self.module, self.draws, recordings, samples, fewer, self.forced)
+            check_asked_ids(self.module, rebuilt, self.draws, recordings, fewer)
+            of_course = [self._record(fewer, self.draws.kinds[-1], seed) for seed in range(self._course_runs)]
+            shortest = [
+                record(self.module, self._draw((1, *[self.unit] * (len(fewer) - 1)), kind, i)) for i in range(2)
+            ]
+            check_reads(self.module, self.draws, recordings, samples, fewer, self.forced, of_course, shortest)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
         if proven != longest:
             if max(proven[1:]) < BY_CHANCE * max(size for sample in samples for size in sample[1:]):
@@ -222,7 +235,13 @@ class _Tracer:
         return [*self.draws.draw(sizes, kind, seed).values()]
 
     def _record(self, sizes: Sizes, kind: DataKind, seed: int, has_loops: bool = False) -> Recording:
-        return record(self.module, self._draw(sizes, kind, seed), self.forced, with_first_runs=has_loops)
+        with RandomChoices() if self.random_choices else nullcontext():
+            return record(self.module, self._draw(sizes, kind, seed), self.forced, with_first_runs=has_loops)
+
+    @property
+    def _course_runs(self) -> int:
+        """The number of recordings of a course that forward was forced to."""
+        return HONEST_RUNS * COURSE_RUNS if self.random_choices else int(bool(self.forced))
 
     def _run(self, sizes: Sizes, kind: DataKind) -> bool:
         return run(self.module, self._draw(sizes, kind)) is not None

@@ -1,0 +1,119 @@
+"""Models whose Python code asks for single values of the data, which drawn data hardly ever have."""
+
+from __future__ import annotations
+
+import torch
+
+from soundness.models import RARE, Decoder, ids, suspect
+
+FIRST, LAST, INSIDE = (ids(9, rare_at=place) for place in (0, 8, 4))
+ROWS = [FIRST, LAST, INSIDE]
+SPECIAL_IDS = {RARE, RARE + 1}
+
+
+class _Louder(Decoder):
+    """Twice as loud if a condition on the ids holds."""
+
+    def asks(self, ids):
+        raise NotImplementedError
+
+    def change(self, x, ids):
+        return x * 2 if self.asks(ids) else x
+
+
+@suspect(ROWS)
+class AsksTheFirst(_Louder):
+    def asks(self, ids):
+        return ids[0, 0].item() == RARE
+
+
+@suspect(ROWS)
+class AsksWhetherTheLastIsAnother(_Louder):
+    def asks(self, ids):
+        return ids[0, -1].item() != RARE
+
+
+@suspect(ROWS)
+class AsksTheFirstByInt(_Louder):
+    def asks(self, ids):
+        return int(ids[0, 0]) == RARE
+
+
+@suspect(ROWS)
+class AsksTheGreatest(_Louder):
+    def asks(self, ids):
+        return ids.max().item() >= RARE
+
+
+@suspect(ROWS)
+class LooksForAnId(_Louder):
+    def asks(self, ids):
+        return RARE in ids[0].tolist()
+
+
+@suspect(ROWS)
+class LooksForAnIdInALoop(_Louder):
+    def asks(self, ids):
+        return any(value == RARE for value in ids[0].tolist())
+
+
+@suspect(ROWS)
+class LooksForAnIdInASet(_Louder):
+    def asks(self, ids):
+        return any(value in SPECIAL_IDS for value in ids[0].tolist())
+
+
+@suspect(ROWS)
+class LooksForAnOffset(_Louder):
+    def asks(self, ids):
+        return ids[0, 4].item() - 40 == RARE - 40
+
+
+@suspect(ROWS)
+class FindsAPlace(Decoder):
+    """The place of an id, or an error that is caught."""
+
+    def change(self, x, ids):
+        try:
+            ids[0].tolist().index(RARE)
+        except ValueError:
+            return x
+        return x.roll(1, -1)
+
+
+@suspect(ROWS)
+class FindsAPlaceAmongInts(Decoder):
+    def finish(self, logits, ids):
+        try:
+            [int(value) for value in ids[0]].index(RARE)
+        except ValueError:
+            return logits
+        return logits.flip(-1)
+
+
+@suspect(ROWS)
+class Segments(Decoder):
+    """Types of tokens: 0 up to a separator, and 1 behind it."""
+
+    def change(self, x, ids):
+        values = ids[0].tolist()
+        end = values.index(RARE) + 1 if RARE in values else len(values)
+        return x + self.tokens(torch.tensor([0] * end + [1] * (len(values) - end)))
+
+
+@suspect(ROWS)
+class CountsByPython(Decoder):
+    def change(self, x, ids):
+        return x * (1 + ids[0].tolist().count(RARE))
+
+
+@suspect(ROWS)
+class LastCharacterOfText(_Louder):
+    def asks(self, ids):
+        return str(ids[0, 0].item()).endswith("47")
+
+
+@suspect([ids(9), ids(64)])
+class LengthOfAList(_Louder):
+    def asks(self, ids):
+        return len(ids[0].tolist()) == 64
