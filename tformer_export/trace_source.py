@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -25,6 +25,7 @@ from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.selected_rows import keep_all_rows
 from tformer_export.analysis.size_branches import (
     check_guards,
+    gives,
     gives_at,
     limit_by_branches,
     limit_lengths,
@@ -36,8 +37,11 @@ from tformer_export.analysis.size_branches import (
     stretch,
 )
 from tformer_export.capture.at_one_length import at_one_length
-from tformer_export.capture.by_example.draws import InputDraws
+from tformer_export.capture.by_example.draws import DataKind, InputDraws
+from tformer_export.capture.by_example.input_facts import with_facts
+from tformer_export.capture.by_example.reads import NoteReads
 from tformer_export.capture.by_example.rebuild import RebuiltModule
+from tformer_export.capture.by_example.recording import record
 from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.by_example.unify import LoopError
 from tformer_export.capture.masked_writes import masked_writes
@@ -46,7 +50,7 @@ from tformer_export.capture.trace import CapturedGraph, TraceFailedError, captur
 from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
 from tformer_export.common.fx_nodes import DENSE_SIZES, expression, line_of_trace, meta, source_line
-from tformer_export.common.module_state import unchanged
+from tformer_export.common.module_state import restored, unchanged
 from tformer_export.sources import Source
 from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.tables import DEFAULT_LENGTH
@@ -174,6 +178,7 @@ def _trace_at_any_length(
     if not by_example:
         try:
             graph = trace(module)
+            _refuse_hidden_reads(graph, source)
             if not _selects_rows(graph):
                 return graph
             with_selected_rows = graph  # staging refuses it; a trace by example keeps a row for every position
@@ -204,6 +209,29 @@ def _trace_at_any_length(
     if isinstance(failure, TraceFailedError):
         raise UnsupportedModelError(failure.explain()) from failure.__cause__
     raise failure
+
+
+def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
+    """Raise UnsupportedModelError if Python reads data that the trace does not, and the graph has other results for it.
+
+    `if not torch.compiler.is_compiling() and (ids == 7).any(): …` is a shortcut in many models, which changes no
+    result. It is tried with the ids with which the code compares. Cost: a run of forward; if it reads data, three more,
+    and one of the graph and of forward for each of these ids.
+    """
+    with restored(source.module), NoteReads() as reads:
+        source.module(*(value.clone() for value in graph.example.values()))
+    if not reads.places:
+        return
+    draws = with_facts(_input_draws(source), recording := record(source.module, [*graph.example.values()]))
+    asked = {i for read in recording.numbers for i in read.asked} | recording.at_hand | draws.paddings
+    sizes = [graph.example[group[0][0]].shape[group[0][1]] for group in draws.groups]
+    for number in sorted(i for i in asked if 0 <= i < max(draws.vocabulary.values(), default=0)):
+        inputs = replace(draws, asked=number).draw(sizes, DataKind(False))
+        if not gives(graph, source, inputs):
+            raise UnsupportedModelError(
+                f"forward computes something else while it is traced, or it lets data decide, at {reads.places[0]}. A "
+                "file takes the same course for all inputs: choose with torch.where or a mask, or remove the check"
+            )
 
 
 def _selects_rows(graph: CapturedGraph) -> bool:
@@ -260,14 +288,18 @@ def explain_loop(error: LoopError) -> str:
 
 def _rebuild(module: torch.nn.Module, source: Source, max_length: int) -> RebuiltModule | None:
     """Return a module that computes the same and that torch.export can trace; None if there is none."""
+    draws = _input_draws(source)
+    with lines_of_helpers_recorded(), copies_of_functions_run(), masked_writes():
+        return trace_by_example(module, draws, source.min_drawn_length, max_length)
+
+
+def _input_draws(source: Source) -> InputDraws:
     axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
     padding = source.special_tokens.pad_token_id
-    draws = InputDraws(
+    return InputDraws(
         source.example,
         size_groups(source.example, axes, source.step_input),
         source.step_input,
         source.masks,
         frozenset() if padding is None else frozenset({padding}),
     )
-    with lines_of_helpers_recorded(), copies_of_functions_run(), masked_writes():
-        return trace_by_example(module, draws, source.min_drawn_length, max_length)

@@ -107,12 +107,6 @@ class CountsByPython(Decoder):
         return x * (1 + ids[0].tolist().count(RARE))
 
 
-@suspect(ROWS)
-class LastCharacterOfText(_Louder):
-    def asks(self, ids):
-        return str(ids[0, 0].item()).endswith("47")
-
-
 @suspect([ids(9), ids(64)])
 class LengthOfAList(_Louder):
     def asks(self, ids):

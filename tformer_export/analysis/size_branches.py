@@ -263,6 +263,12 @@ def gives_at(captured: CapturedGraph, source: Source, lengths: Iterable[int]) ->
     return True
 
 
+def gives(captured: CapturedGraph, source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the graph gives the first output of forward for these inputs, or forward fails for them."""
+    expected = _run(source, inputs)
+    return expected is None or _gives(captured, inputs, expected, may_fail=False)
+
+
 def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the first output of forward; None if it fails. The state of the module is restored."""
     with restored(source.module), suppress(Exception):

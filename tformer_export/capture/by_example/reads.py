@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from tformer_export.capture.by_example.tracked_numbers import (
     plain,
     track,
 )
+from tformer_export.common.source_lines import find_users_place
 
 _SCALARS: dict[Any, type | None] = {
     torch.Tensor.item: None,
@@ -79,6 +81,19 @@ class ReadMode(TorchFunctionMode):
         if tensor.dim() == 0:
             return self._read(tensor.item(), None)
         return [self._list(part) for part in tensor.unbind(0)]
+
+
+class NoteReads(TorchFunctionMode):
+    """Notes where Python reads numbers of data, in a run that is not recorded. places: the user's lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SCALARS or func in _COMPARISONS or func is torch.Tensor.tolist:
+            self.places.append(find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1]))
+        return func(*args, **(kwargs or {}))
 
 
 def _latest_name() -> str:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
+from tformer_export.capture.by_example.tracked_numbers import Asked
 from tformer_export.common.fx_nodes import aten
 from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.call.one_row import OverRows, RowByRow
@@ -145,6 +146,7 @@ class ReadNumber:
     source: the tensor.
     number: the number of the read among all reads of forward; None for a read by an operation of torch itself.
     asked: other values, for which a comparison in Python has another answer.
+    as_text: whether Python made a text of it.
     """
 
     source: StepResult | InputRef
@@ -152,6 +154,7 @@ class ReadNumber:
     stack_trace: str | None
     number: int | None = None
     asked: frozenset[Any] = frozenset()
+    as_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,8 +302,9 @@ class _Reader:
                 steps.append(Step(target, args, kwargs, node.stack_trace, _place(value), is_view))
             elif node in operations:
                 number = self.reads.get(node.name)
-                asked = frozenset(self.asked[number].values) if number is not None else frozenset()
-                numbers.append(ReadNumber(references[node.args[0]], value, node.stack_trace, number, asked))
+                asked = Asked() if number is None else self.asked[number]
+                read = references[node.args[0]], value, node.stack_trace, number
+                numbers.append(ReadNumber(*read, frozenset(asked.values), asked.as_text))
         raise AssertionError("a graph ends with its output")
 
     def _find_data(self) -> dict[Node, Any]:

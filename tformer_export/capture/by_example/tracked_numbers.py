@@ -7,7 +7,6 @@ other begins, and the comparison has it.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -21,10 +20,14 @@ _Function = Callable[[Any], Any]
 
 
 class Asked:
-    """What Python asked of one number: values of it at which an answer changes."""
+    """What Python asked of one number.
+
+    values: values of it at which an answer changes. as_text: whether it became a text, which may be compared with any.
+    """
 
     def __init__(self) -> None:
         self.values: set[Any] = set()
+        self.as_text = False
 
 
 def track(value: Any, asked: Asked) -> Any:
@@ -73,14 +76,16 @@ def numbers_at_hand(frame: FrameType | None) -> set[int]:
         frame = frame.f_back
     at_hand: list[Any] = []
     for near in frames:
-        at_hand += [*near.f_code.co_consts, *near.f_locals.values()]
+        at_hand += near.f_code.co_consts
+    for near in frames:
+        at_hand += near.f_locals.values()
         at_hand += [near.f_globals.get(name) for name in near.f_code.co_names]
         at_hand += [value for owner in near.f_locals.values() for value in getattr(owner, "__dict__", {}).values()]
-    containers = [value for value in at_hand if isinstance(value, (set, frozenset, dict, tuple, list))]
-    numbers = {value for value in at_hand if type(value) is int}
-    numbers |= {int(digits) for value in at_hand if isinstance(value, str) for digits in re.findall(r"\d{1,6}", value)}
-    numbers.update(key for container in containers for key in [*container][:MAX_AT_HAND] if type(key) is int)
-    return set(sorted(numbers, key=abs)[:MAX_AT_HAND])
+    numbers: dict[int, None] = {}
+    for value in at_hand:
+        several = [*value][:MAX_AT_HAND] if isinstance(value, (set, frozenset, dict, tuple, list)) else [value]
+        numbers.update(dict.fromkeys(part for part in several if type(part) is int))
+    return set([*numbers][:MAX_AT_HAND])
 
 
 def _comparison(name: str) -> Callable[[Any, Any], Any]:
@@ -123,6 +128,12 @@ class _Tracked:
     def __bool__(self) -> bool:
         _note_comparison(self, operator.ne, 0)
         return bool(plain(self))
+
+    def _text(self, *parts: Any) -> str:
+        self.asked.as_text = True
+        return format(plain(self), *parts)
+
+    __str__ = __repr__ = __format__ = _text
 
     def __reduce__(self) -> Any:  # a copy is a plain number
         return type(plain(self)), (plain(self),)
