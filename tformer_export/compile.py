@@ -36,6 +36,7 @@ from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.own_caches import keep_written_keys
 from tformer_export.analysis.own_first_token import fill_first_position
 from tformer_export.analysis.relative_shift import unshift
+from tformer_export.analysis.row_independence import refuse_rows_that_meet
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
 from tformer_export.capture.trace import (
@@ -268,6 +269,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
 def _stage_single_pass(analysed: AnalysedModel, values: Mapping[Node, Any]) -> StagedModel:
     graph = analysed.graph
     refuse_mixed_rows(graph, values, run_other_row(graph, analysed.inputs))
+    refuse_rows_that_meet(graph)
     names = list(analysed.source.outputs) or ["output"]
     outputs = [ContextTensor(node) for node in (graph.output, *(graph.extras[name] for name in names[1:]))]
     encode = EncodeEmitter(graph, analysed.level, values).emit(outputs, names, analysed.extras[0])
@@ -281,6 +283,7 @@ def _stage_steps(analysed: AnalysedModel, target: Target, values: dict[Node, Any
     solver = RestrictionSolver(graph, level, values, other_row, constants)
     plan = _plan(analysed, solver, target)
     refuse_mixed_rows(graph, values, other_row)
+    refuse_rows_that_meet(graph)
     plan, tables, max_length = _with_tables(analysed, solver, target, plan)
     contexts = [ContextTensor(node, one, _context_rows(solver, node)) for node, one in plan.contexts]
     names = [f"{CONTEXT}{i}" for i in range(len(contexts))]

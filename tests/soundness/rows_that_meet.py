@@ -60,25 +60,25 @@ class HistogramOfAllIds(Decoder):
         return x * torch.where(counts[RARE] > 2, 2.0, 1.0)
 
 
-@suspect(LOUD_BESIDE, known_failure="rows meet through values that no draw has")
+@suspect(LOUD_BESIDE)
 class ScaleOfTheLoudest(Encoder):
     def change(self, x):
         return x / x.abs().amax((0, 2)).clamp(min=20)[:, None]
 
 
-@suspect(LOUD_BESIDE, known_failure="rows meet through values that no draw has")
+@suspect(LOUD_BESIDE)
 class MeanOfTheLoud(Encoder):
     def change(self, x):
         return x + torch.relu(x - 30).mean(0)
 
 
-@suspect(LOUD_BESIDE, known_failure="rows meet through values that no draw has")
+@suspect(LOUD_BESIDE)
 class SpreadOfTheBatch(Encoder):
     def change(self, x):
         return x * (x.std() > 10)  # of all rows
 
 
-@suspect(LOUD_BESIDE, known_failure="rows meet through values that no draw has")
+@suspect(LOUD_BESIDE)
 class NormOfTheBatch(Encoder):
     def change(self, x):
         return x / torch.linalg.vector_norm(x).clamp(min=500)
@@ -111,7 +111,7 @@ class _Experts(Decoder):
         return x + (out * taken).view(x.shape)
 
 
-@suspect(MANY, known_failure="rows meet through values that no draw has")
+@suspect(MANY)
 class ExpertsOfFixedCapacity(_Experts):
     CAPACITY = 60
 

@@ -12,6 +12,7 @@ batch_axes          the axis of the rows
 input_facts         vocabulary, padding and maximum length of each input
 size_branches       code that depends on a size
 determinism         refusal of results that depend on chance or on earlier calls
+row_independence    refusal of operations through which a row of a batch can change another
 step_checks         refusal of models that cannot be decoded step by step
 placeholders        tokens in the places of which the rows of pictures are put
 last_position       models that return logits for the last position only

@@ -1,0 +1,230 @@
+"""Rows of a batch that meet, as a property of operations and not of the data that a test draws.
+
+`x / x.abs().amax((0, 2)).clamp(min=20)` mixes the rows of a batch only where a row is loud, and `(ids == 7).any(0)`
+only where one has the id 7: random data show neither. So each operation is run alone, on operands of its own drawing,
+quiet and loud. The owner of each number of its result is the row whose change changes it. A number of two owners is
+mixed. That may do no harm, as a maximum that softmax subtracts again. So the operands of the operation are replaced,
+for all rows but one, and the results of that row have to stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from tformer_export.analysis.interpreter import call, run
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import aten, describe_node, expression, meta
+from tformer_export.common.module_state import is_same
+from tformer_runtime.base.errors import UnsupportedModelError
+
+SHARED, MIXED = -1, -2  # owners of numbers of no row, and of several
+LOUDNESS = (1.0, 1000.0)
+MANY_ROWS = 32  # of a batch in which a row is compared with itself among few, if any operation mixes rows
+_BY_ROWS = {aten.linear.default, aten.matmul.default, aten.mm.default}  # results of the rows of the first operand
+Owners = torch.Tensor | list[torch.Tensor] | None  # None: not known
+
+
+def refuse_rows_that_meet(captured: CapturedGraph) -> None:
+    """Raise UnsupportedModelError for an operation through which a row of a batch can change another.
+
+    Cost: a run of the graph on its example, and up to eight runs of each operation at these sizes, products with
+    weights excepted. For each operation that mixes rows, some runs of the graph.
+    """
+    values = run(captured, captured.example)
+    finder = _OwnerFinder(captured, values)
+    for node in finder.mixing_nodes():
+        _refuse_if_seen(captured, values, finder, node)
+    if finder.found_any:
+        _refuse_in_a_large_batch(captured, values, finder.first)
+
+
+class _OwnerFinder:
+    def __init__(self, captured: CapturedGraph, values: Mapping[Node, Any]) -> None:
+        self.captured, self.values = captured, values
+        self.owners: dict[Node, Owners] = {}
+        self.generator = torch.Generator().manual_seed(0)
+        self.found_any = False
+        self.rows = max((self.values[n].shape[0] for n in captured.inputs.values() if self._is_batched(n)), default=0)
+
+    def _is_batched(self, node: Node) -> bool:
+        return bool(meta(node).dim()) and expression(meta(node).shape[0]) in self.captured.batch
+
+    def mixing_nodes(self) -> Iterator[Node]:
+        """Yield the operations that mix numbers of several rows. Their results count as shared afterwards."""
+        if self.rows < 2:
+            return
+        for node in self.captured.nodes:
+            value = self.values.get(node)
+            if node.op == "placeholder":
+                owner = torch.full(value.shape, SHARED) if isinstance(value, torch.Tensor) else None
+                if node in self.captured.inputs.values() and owner is not None and self._is_batched(node):
+                    owner += 1 + torch.arange(len(owner)).reshape(-1, *[1] * (owner.dim() - 1))
+                self.owners[node] = owner
+            elif node.op == "call_function":
+                owners = self._find(node, value)
+                parts = owners if isinstance(owners, list) else [] if owners is None else [owners]
+                if any((part == MIXED).any() for part in parts):
+                    if not self.found_any:
+                        self.found_any, self.first = True, node
+                    yield node
+                for part in parts:
+                    part[part == MIXED] = SHARED
+                self.owners[node] = owners
+
+    def _find(self, node: Node, value: Any) -> Owners:
+        operands = [n for n in node.all_input_nodes if isinstance(self.values[n], (torch.Tensor, list, tuple))]
+        owners = [self.owners.get(n) for n in operands]
+        results = [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
+        if any(o is None for o in owners) or len(results) != len(pytree.tree_leaves(value)):
+            return None
+        if node.target is operator.getitem:
+            several = owners[0]
+            return several[node.args[1]].clone() if isinstance(several, list) else None  # type: ignore[index]
+        parts = [part for o in owners for part in (o if isinstance(o, list) else [o]) if part is not None]
+        shared = all(bool(torch.all(part == SHARED)) for part in parts)
+        if shared or not results:
+            found = [torch.full(r.shape, SHARED) for r in results]
+        elif node.target in _BY_ROWS and self._weights_are_shared(owners):
+            first: Any = owners[0]
+            same = (first == first[..., :1]).all()
+            if not same:
+                return None
+            found = [first[..., :1].expand(results[0].shape).clone()]
+        else:
+            tried = self._by_changes(node, operands, results)
+            if tried is None:
+                return None
+            found = tried
+        return found if isinstance(value, (list, tuple)) else found[0]
+
+    @staticmethod
+    def _weights_are_shared(owners: list[Owners]) -> bool:
+        first, *others = owners
+        shared = [isinstance(o, torch.Tensor) and bool((o == SHARED).all()) for o in others]
+        return isinstance(first, torch.Tensor) and first.dim() > 1 and all(shared)
+
+    def _by_changes(self, node: Node, operands: list[Node], results: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        touched = [torch.zeros(self.rows, *r.shape, dtype=torch.bool) for r in results]
+        ran = False
+        for loudness in LOUDNESS:
+            base = {n: self.drawn(n, loudness) for n in operands}
+            others = {n: self.drawn(n, loudness) for n in operands}
+            try:
+                before = self._run(node, base)
+                for row in range(self.rows):
+                    after = self._run(
+                        node, {n: self.with_rows(n, base[n], others[n], lambda o, r=row: o == r) for n in operands}
+                    )
+                    for number, (one, other) in enumerate(zip(before, after, strict=True)):
+                        if one.shape != results[number].shape or other.shape != one.shape:
+                            return None  # of a size that follows from data
+                        same = (one == other) | ((one != one) & (other != other))
+                        touched[number][row] |= ~same
+                ran = True
+            except (RuntimeError, IndexError, ValueError):
+                continue
+        if not ran:
+            return None
+        found = []
+        for number, touches in enumerate(touched):
+            count = touches.sum(0)
+            owner = torch.where(count == 1, touches.int().argmax(0), torch.where(count > 1, MIXED, SHARED))
+            found.append(self._by_axis(node, number, owner))
+        return found
+
+    def _by_axis(self, node: Node, number: int, owner: torch.Tensor) -> torch.Tensor:
+        """Give numbers that nothing has changed to the rows of the batch axis, if there is one such axis."""
+        value = meta(node)[number] if isinstance(meta(node), (list, tuple)) else meta(node)
+        axes = [a for a, size in enumerate(value.shape) if expression(size) in self.captured.batch]
+        if len(axes) != 1:
+            return owner
+        row = torch.arange(owner.shape[axes[0]]).reshape(-1, *[1] * (owner.dim() - axes[0] - 1)).expand(owner.shape)
+        return torch.where(owner == SHARED, row, owner)
+
+    def _run(self, node: Node, operands: Mapping[Node, Any]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            result = call(node, lambda n: operands[n] if n in operands else self.values[n])
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+    def drawn(self, node: Node, loudness: float) -> Any:
+        """Return other numbers for the rows' part of a value: of the same signs; bools and ids at random."""
+        value = self.values[node]
+        if isinstance(value, (list, tuple)):
+            return value
+        if value.is_floating_point():
+            noise = torch.randn(value.shape, generator=self.generator).abs().to(value.dtype) * loudness
+            drawn = noise * torch.where(value == 0, torch.ones_like(value), value.sign())
+            drawn = torch.where(value.isfinite(), drawn, value)
+        elif value.dtype is torch.bool:
+            drawn = torch.rand(value.shape, generator=self.generator) < 0.5
+        elif not value.numel() or value.is_complex():
+            return value
+        else:
+            pool = value.flatten()
+            drawn = pool[torch.randint(len(pool), value.shape, generator=self.generator)]
+        return self.with_rows(node, value, drawn, lambda owner: owner >= 0)
+
+    def with_rows(self, node: Node, value: Any, other: Any, chosen: Any) -> Any:
+        """Return a value with the numbers of another for the owners that are chosen."""
+        owner = self.owners[node]
+        if not isinstance(value, torch.Tensor) or not isinstance(owner, torch.Tensor):
+            return value
+        return torch.where(chosen(owner), other, value)
+
+
+def _refuse_if_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder: _OwnerFinder, node: Node) -> None:
+    """Raise UnsupportedModelError if operands of other rows change the results of the first or the last row."""
+    operands = [n for n in node.all_input_nodes if isinstance(finder.owners.get(n), torch.Tensor)]
+    for row in (0, finder.rows - 1):
+        expected = _row(captured, values[captured.output], row)
+        for loudness in LOUDNESS:
+            replaced = {
+                n: finder.with_rows(
+                    n, values[n], finder.drawn(n, loudness), lambda owner, r=row: (owner >= 0) & (owner != r)
+                )
+                for n in operands
+            }
+            try:
+                actual = _row(captured, run(captured, captured.example, replaced)[captured.output], row)
+            except (RuntimeError, IndexError, ValueError):
+                continue
+            if expected is not None and actual is not None and not is_same(actual, expected):
+                raise UnsupportedModelError(_explain(node))
+
+
+def _refuse_in_a_large_batch(captured: CapturedGraph, values: Mapping[Node, Any], node: Node) -> None:
+    """Raise UnsupportedModelError if a row has other results among many rows than among few."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {}
+    for name, placeholder in captured.inputs.items():
+        value = captured.example[name]
+        if meta(placeholder).dim() and expression(meta(placeholder).shape[0]) in captured.batch:
+            rows = torch.randint(len(value), (MANY_ROWS - len(value),), generator=generator)
+            value = torch.cat([value, value[rows]])
+        inputs[name] = value
+    try:
+        many = run(captured, inputs)[captured.output]
+    except (RuntimeError, IndexError, ValueError):
+        return
+    for row in range(max(len(v) for v in captured.example.values() if v.dim())):
+        expected, actual = _row(captured, values[captured.output], row), _row(captured, many, row)
+        if expected is not None and actual is not None and not is_same(actual, expected):
+            raise UnsupportedModelError(_explain(node))
+
+
+def _row(captured: CapturedGraph, output: torch.Tensor, row: int) -> torch.Tensor | None:
+    axes = [a for a, size in enumerate(meta(captured.output).shape) if expression(size) in captured.batch]
+    return output.select(axes[0], row) if axes and row < output.shape[axes[0]] else None
+
+
+def _explain(node: Node) -> str:
+    return (
+        f"{describe_node(node)} lets the rows of a batch change each other, so that the result of a request would "
+        "depend on the other requests in its batch. Compute each row from itself alone"
+    )
