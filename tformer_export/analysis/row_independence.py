@@ -3,8 +3,9 @@
 `x / x.abs().amax((0, 2)).clamp(min=20)` mixes the rows of a batch only where a row is loud, and `(ids == 7).any(0)`
 only where one has the id 7: random data show neither. So each operation is run alone, on operands of its own drawing,
 quiet and loud. The owner of each number of its result is the row whose change changes it. A number of two owners is
-mixed. That may do no harm, as a maximum that softmax subtracts again. So the operands of the operation are replaced,
-for all rows but one, and the results of that row have to stay.
+mixed. That may do no harm, as a maximum that softmax subtracts again, or the sorted tokens of a mixture of experts. So
+the states from which the operation follows are replaced, for all rows but one, and the results of that row have to
+stay.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from tformer_export.analysis.batch_axes import times_batch
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import aten, describe_node, expression, meta
@@ -26,6 +28,7 @@ from tformer_runtime.base.errors import UnsupportedModelError
 SHARED, MIXED = -1, -2  # owners of numbers of no row, and of several
 LOUDNESS = (1.0, 1000.0)
 MANY_ROWS = 32  # of a batch in which a row is compared with itself among few, if any operation mixes rows
+COMPARISONS = {aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar}
 _BY_ROWS = {aten.linear.default, aten.matmul.default, aten.mm.default}  # results of the rows of the first operand
 Owners = torch.Tensor | list[torch.Tensor] | None  # None: not known
 
@@ -50,6 +53,11 @@ class _OwnerFinder:
         self.owners: dict[Node, Owners] = {}
         self.generator = torch.Generator().manual_seed(0)
         self.found_any = False
+        self.compared = {
+            node.args[1]
+            for node in captured.nodes
+            if node.target in COMPARISONS and type(node.args[1]) is int and node.args[1] >= 0
+        }
         self.rows = max((self.values[n].shape[0] for n in captured.inputs.values() if self._is_batched(n)), default=0)
 
     def _is_batched(self, node: Node) -> bool:
@@ -152,6 +160,15 @@ class _OwnerFinder:
             result = call(node, lambda n: operands[n] if n in operands else self.values[n])
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
+    def has_states(self, node: Node) -> bool:
+        """Return whether a value is a batched input, or holds numbers with one axis for the rows, not merged."""
+        owner, value = self.owners.get(node), meta(node)
+        if not isinstance(owner, torch.Tensor) or not isinstance(value, torch.Tensor) or not (owner >= 0).any():
+            return False
+        axes = [size for size in value.shape if times_batch(self.captured, size) is not None]
+        is_plain = len(axes) == 1 and expression(axes[0]) in self.captured.batch
+        return node.op == "placeholder" or (value.is_floating_point() and is_plain)
+
     def drawn(self, node: Node, loudness: float) -> Any:
         """Return other numbers for the rows' part of a value: of the same signs; bools and ids at random."""
         value = self.values[node]
@@ -167,6 +184,8 @@ class _OwnerFinder:
             return value
         else:
             pool = value.flatten()
+            if node.op == "placeholder":  # ids, some of which the model treats in another way
+                pool = torch.cat([pool, torch.tensor([*self.compared], dtype=pool.dtype)])
             drawn = pool[torch.randint(len(pool), value.shape, generator=self.generator)]
         return self.with_rows(node, value, drawn, lambda owner: owner >= 0)
 
@@ -179,8 +198,19 @@ class _OwnerFinder:
 
 
 def _refuse_if_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder: _OwnerFinder, node: Node) -> None:
-    """Raise UnsupportedModelError if operands of other rows change the results of the first or the last row."""
+    """Raise UnsupportedModelError if states of other rows change the results of a row through an operation.
+
+    The operands alone are tried first: if other operands change nothing, no states do.
+    """
     operands = [n for n in node.all_input_nodes if isinstance(finder.owners.get(n), torch.Tensor)]
+    if _is_seen(captured, values, finder, operands) and _is_seen(
+        captured, values, finder, _states_before(finder, node)
+    ):
+        raise UnsupportedModelError(_explain(node))
+
+
+def _is_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder: _OwnerFinder, changed: list[Node]) -> bool:
+    """Return whether other numbers of other rows in some values change the results of the first or the last row."""
     for row in (0, finder.rows - 1):
         expected = _row(captured, values[captured.output], row)
         for loudness in LOUDNESS:
@@ -188,14 +218,35 @@ def _refuse_if_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder:
                 n: finder.with_rows(
                     n, values[n], finder.drawn(n, loudness), lambda owner, r=row: (owner >= 0) & (owner != r)
                 )
-                for n in operands
+                for n in changed
             }
             try:
                 actual = _row(captured, run(captured, captured.example, replaced)[captured.output], row)
             except (RuntimeError, IndexError, ValueError):
                 continue
             if expected is not None and actual is not None and not is_same(actual, expected):
-                raise UnsupportedModelError(_explain(node))
+                return True
+    return False
+
+
+def _states_before(finder: _OwnerFinder, node: Node) -> list[Node]:
+    """Return the nearest values before an operation that are states of rows: numbers with an axis for the rows alone.
+
+    All that follows from a row, such as its experts and their count, follows from its states.
+    """
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    todo = [*node.all_input_nodes]
+    while todo:
+        operand = todo.pop()
+        if operand in seen:
+            continue
+        seen.add(operand)
+        if finder.has_states(operand):
+            found.add(operand)
+        else:
+            todo.extend(operand.all_input_nodes)
+    return [n for n in finder.captured.nodes if n in found]
 
 
 def _refuse_in_a_large_batch(captured: CapturedGraph, values: Mapping[Node, Any], node: Node) -> None:
@@ -206,14 +257,16 @@ def _refuse_in_a_large_batch(captured: CapturedGraph, values: Mapping[Node, Any]
         value = captured.example[name]
         if meta(placeholder).dim() and expression(meta(placeholder).shape[0]) in captured.batch:
             rows = torch.randint(len(value), (MANY_ROWS - len(value),), generator=generator)
-            value = torch.cat([value, value[rows]])
+            value = torch.cat([value[rows], value])  # what fills up first leaves nothing to the last rows
         inputs[name] = value
     try:
         many = run(captured, inputs)[captured.output]
     except (RuntimeError, IndexError, ValueError):
         return
-    for row in range(max(len(v) for v in captured.example.values() if v.dim())):
-        expected, actual = _row(captured, values[captured.output], row), _row(captured, many, row)
+    count = max(len(v) for v in captured.example.values() if v.dim())
+    for row in range(count):
+        expected = _row(captured, values[captured.output], row)
+        actual = _row(captured, many, MANY_ROWS - count + row)
         if expected is not None and actual is not None and not is_same(actual, expected):
             raise UnsupportedModelError(_explain(node))
 

@@ -122,17 +122,20 @@ def check_guards(captured: CapturedGraph, source: Source, max_length: int) -> No
         for symbol in guard.free_symbols & _free_symbols(captured):
             high = MAX_ROWS if symbol in captured.batch else min(max_length, captured.limits.get(symbol, max_length))
             failing = _failing_sizes(captured, guard, symbol, high)
-            if not failing:
-                continue
-            first = failing[0]
-            if symbol not in captured.batch and first >= DENSE_SIZES and len(failing) == high - first + 1:
+            axes = _axes_of(captured, symbol)
+            compared = (
+                {failing[i * (len(failing) - 1) // (COMPARED - 1)] for i in range(COMPARED)} if failing else set()
+            )
+            try:
+                for size in sorted(compared):
+                    _refuse_other_course(captured, source, axes, size, line)
+            except OtherCourseError:
+                first = failing[0]
+                if symbol in captured.batch or first < DENSE_SIZES or len(failing) < high - first + 1:
+                    raise
                 captured.limits[symbol] = first - 1
                 if line:
                     captured.limit_lines[symbol] = line
-                continue
-            axes = _axes_of(captured, symbol)
-            for size in sorted({failing[i * (len(failing) - 1) // (COMPARED - 1)] for i in range(COMPARED)}):
-                _refuse_other_course(captured, source, axes, size, line)
 
 
 def _failing_sizes(captured: CapturedGraph, guard: sympy.Basic, symbol: sympy.Symbol, high: int) -> list[int]:

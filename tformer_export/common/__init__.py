@@ -9,6 +9,5 @@ option_table, option_values, task, kernel_choices, degradation_budget   options 
 derived_inputs             masks and positions that follow from other inputs
 checkpoint                 `model.pt`: weights with the code that builds the model
 torch_patch_lock, log_silence   regions that change something for the whole process
-ruler                      how far two results are apart
 atomic_output, clock, paired_timing
 """

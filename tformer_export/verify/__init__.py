@@ -1,6 +1,7 @@
 """The parity gate: the written file is compared with the source model. Without it no file is written.
 
 parity           the gate: ragged rows, prompt and steps, greedy tokens
+ruler            how far two results are apart
 draws            random requests
 report           the result of the gate
 teacher_forcing  feed rows to an engine
