@@ -81,9 +81,11 @@ class _OwnerFinder:
                     if not self.found_any:
                         self.found_any, self.first = True, node
                     yield node
-                for part in parts:
-                    part[part == MIXED] = SHARED
-                self.owners[node] = owners
+                traced = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
+                for number, part in enumerate(parts):
+                    rows = self._rows_of_axis(traced[number], part.shape)
+                    parts[number] = torch.where(part == MIXED, SHARED if rows is None else rows, part)
+                self.owners[node] = parts if isinstance(owners, list) else parts[0] if parts else None
 
     def _find(self, node: Node, value: Any) -> Owners:
         operands = [n for n in node.all_input_nodes if isinstance(self.values[n], (torch.Tensor, list, tuple))]
@@ -147,13 +149,19 @@ class _OwnerFinder:
         return found
 
     def _by_axis(self, node: Node, number: int, owner: torch.Tensor) -> torch.Tensor:
-        """Give numbers that nothing has changed to the rows of the batch axis, if there is one such axis."""
+        """Return the rows of the batch axis, if there is one that is not merged; MIXED where another row owns a number.
+
+        Where indices move rows, as sorted tokens, operands of any drawing move them in another way.
+        """
         value = meta(node)[number] if isinstance(meta(node), (list, tuple)) else meta(node)
-        axes = [a for a, size in enumerate(value.shape) if expression(size) in self.captured.batch]
-        if len(axes) != 1:
-            return owner
-        row = torch.arange(owner.shape[axes[0]]).reshape(-1, *[1] * (owner.dim() - axes[0] - 1)).expand(owner.shape)
-        return torch.where(owner == SHARED, row, owner)
+        row = self._rows_of_axis(value, owner.shape)
+        return owner if row is None else torch.where((owner == SHARED) | (owner == row), row, MIXED)
+
+    def _rows_of_axis(self, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        axes = [a for a, size in enumerate(value.shape) if times_batch(self.captured, size) is not None]
+        if len(axes) != 1 or expression(value.shape[axes[0]]) not in self.captured.batch:
+            return None
+        return torch.arange(shape[axes[0]]).reshape(-1, *[1] * (len(shape) - axes[0] - 1)).expand(shape)
 
     def _run(self, node: Node, operands: Mapping[Node, Any]) -> list[torch.Tensor]:
         with torch.no_grad():
