@@ -100,10 +100,11 @@ class _OwnerFinder:
         shared = all(bool(torch.all(part == SHARED)) for part in parts)
         if shared or not results:
             found = [torch.full(r.shape, SHARED) for r in results]
-        elif node.target in _BY_ROWS and self._weights_are_shared(owners):
+        elif (
+            node.target in _BY_ROWS and self._weights_are_shared(owners) and meta(node).dim() == meta(operands[0]).dim()
+        ):
             first: Any = owners[0]
-            same = (first == first[..., :1]).all()
-            if not same:
+            if not (first == first[..., :1]).all():
                 return None
             found = [first[..., :1].expand(results[0].shape).clone()]
         else:
