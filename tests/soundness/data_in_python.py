@@ -105,9 +105,3 @@ class Segments(Decoder):
 class CountsByPython(Decoder):
     def change(self, x, ids):
         return x * (1 + ids[0].tolist().count(RARE))
-
-
-@suspect([ids(9), ids(64)])
-class LengthOfAList(_Louder):
-    def asks(self, ids):
-        return len(ids[0].tolist()) == 64

@@ -34,7 +34,8 @@ def logit_units(expected: np.ndarray) -> np.ndarray:
     seen = distance <= SEEN
     spread = np.max(distance, axis=-1, where=distance <= CHOSEN, initial=0.0, keepdims=True)
     rounding = ROUNDING * np.max(np.abs(logits), axis=-1, where=seen, initial=0.0, keepdims=True)
-    return np.where(seen, np.maximum(np.maximum(spread, np.where(seen, distance, 0.0)), rounding), np.inf)
+    units = np.maximum(np.maximum(spread, np.where(seen, distance, 0.0)), rounding)
+    return np.where(seen, np.where(units > 0, units, 1.0), np.inf)  # 1 for logits that are all 0
 
 
 def number_units(expected: np.ndarray, rows: Sequence[np.ndarray] = ()) -> np.ndarray:
