@@ -146,7 +146,6 @@ class ReadNumber:
     source: the tensor.
     number: the number of the read among all reads of forward; None for a read by an operation of torch itself.
     asked: other values, for which a comparison in Python has another answer.
-    as_text: whether Python made a text of it.
     """
 
     source: StepResult | InputRef
@@ -154,7 +153,6 @@ class ReadNumber:
     stack_trace: str | None
     number: int | None = None
     asked: frozenset[Any] = frozenset()
-    as_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,7 +302,7 @@ class _Reader:
                 number = self.reads.get(node.name)
                 asked = Asked() if number is None else self.asked[number]
                 read = references[node.args[0]], value, node.stack_trace, number
-                numbers.append(ReadNumber(*read, frozenset(asked.values), asked.as_text))
+                numbers.append(ReadNumber(*read, frozenset(asked.values)))
         raise AssertionError("a graph ends with its output")
 
     def _find_data(self) -> dict[Node, Any]:

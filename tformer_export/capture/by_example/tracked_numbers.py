@@ -20,14 +20,10 @@ _Function = Callable[[Any], Any]
 
 
 class Asked:
-    """What Python asked of one number.
-
-    values: values of it at which an answer changes. as_text: whether it became a text, which may be compared with any.
-    """
+    """What Python asked of one number: values of it at which an answer changes."""
 
     def __init__(self) -> None:
         self.values: set[Any] = set()
-        self.as_text = False
 
 
 def track(value: Any, asked: Asked) -> Any:
@@ -128,12 +124,6 @@ class _Tracked:
     def __bool__(self) -> bool:
         _note_comparison(self, operator.ne, 0)
         return bool(plain(self))
-
-    def _text(self, *parts: Any) -> str:
-        self.asked.as_text = True
-        return format(plain(self), *parts)
-
-    __str__ = __repr__ = __format__ = _text
 
     def __reduce__(self) -> Any:  # a copy is a plain number
         return type(plain(self)), (plain(self),)
