@@ -70,19 +70,21 @@ class _OwnerFinder:
         for node in self.captured.nodes:
             value = self.values.get(node)
             if node.op == "placeholder":
-                owner = torch.full(value.shape, SHARED) if isinstance(value, torch.Tensor) else None
+                owner = torch.tensor(SHARED).expand(value.shape) if isinstance(value, torch.Tensor) else None
                 if node in self.captured.inputs.values() and owner is not None and self._is_batched(node):
-                    owner += 1 + torch.arange(len(owner)).reshape(-1, *[1] * (owner.dim() - 1))
+                    owner = owner + 1 + torch.arange(len(owner)).reshape(-1, *[1] * (owner.dim() - 1))
                 self.owners[node] = owner
             elif node.op == "call_function":
                 owners = self._find(node, value)
                 parts = owners if isinstance(owners, list) else [] if owners is None else [owners]
-                if any((part == MIXED).any() for part in parts):
+                if any(not _is_shared(part) and (part == MIXED).any() for part in parts):
                     if not self.found_any:
                         self.found_any, self.first = True, node
                     yield node
                 traced = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
                 for number, part in enumerate(parts):
+                    if _is_shared(part):
+                        continue
                     rows = self._rows_of_axis(traced[number], part.shape)
                     parts[number] = torch.where(part == MIXED, SHARED if rows is None else rows, part)
                 self.owners[node] = parts if isinstance(owners, list) else parts[0] if parts else None
@@ -97,9 +99,9 @@ class _OwnerFinder:
             several = owners[0]
             return several[node.args[1]].clone() if isinstance(several, list) else None  # type: ignore[index]
         parts = [part for o in owners for part in (o if isinstance(o, list) else [o]) if part is not None]
-        shared = all(bool(torch.all(part == SHARED)) for part in parts)
+        shared = all(map(_is_shared, parts))
         if shared or not results:
-            found = [torch.full(r.shape, SHARED) for r in results]
+            found = [torch.tensor(SHARED).expand(r.shape) for r in results]
         elif (
             node.target in _BY_ROWS and self._weights_are_shared(owners) and meta(node).dim() == meta(operands[0]).dim()
         ):
@@ -117,7 +119,7 @@ class _OwnerFinder:
     @staticmethod
     def _weights_are_shared(owners: list[Owners]) -> bool:
         first, *others = owners
-        shared = [isinstance(o, torch.Tensor) and bool((o == SHARED).all()) for o in others]
+        shared = [isinstance(o, torch.Tensor) and _is_shared(o) for o in others]
         return isinstance(first, torch.Tensor) and first.dim() > 1 and all(shared)
 
     def _by_changes(self, node: Node, operands: list[Node], results: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -181,7 +183,8 @@ class _OwnerFinder:
     def drawn(self, node: Node, loudness: float) -> Any:
         """Return other numbers for the rows' part of a value: of the same signs; bools and ids at random."""
         value = self.values[node]
-        if isinstance(value, (list, tuple)):
+        owner = self.owners[node]
+        if isinstance(value, (list, tuple)) or not isinstance(owner, torch.Tensor) or _is_shared(owner):
             return value
         if value.is_floating_point():
             noise = torch.randn(value.shape, generator=self.generator).abs().to(value.dtype) * loudness
@@ -201,9 +204,16 @@ class _OwnerFinder:
     def with_rows(self, node: Node, value: Any, other: Any, chosen: Any) -> Any:
         """Return a value with the numbers of another for the owners that are chosen."""
         owner = self.owners[node]
-        if not isinstance(value, torch.Tensor) or not isinstance(owner, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or not isinstance(owner, torch.Tensor) or _is_shared(owner):
             return value
         return torch.where(chosen(owner), other, value)
+
+
+def _is_shared(owner: torch.Tensor) -> bool:
+    """Return whether numbers are of no row; at once for those of weights, whose owner is one number."""
+    if not any(owner.stride()) and owner.numel():
+        return int(owner[(0,) * owner.dim()]) == SHARED
+    return bool((owner == SHARED).all())
 
 
 def _refuse_if_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder: _OwnerFinder, node: Node) -> None:
