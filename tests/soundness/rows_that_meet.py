@@ -111,7 +111,7 @@ class _Experts(Decoder):
         return x + (out * taken).view(x.shape)
 
 
-@suspect(MANY, known_failure="the capacity of an expert is not reached by the rows that are tried")
+@suspect(MANY)
 class ExpertsOfFixedCapacity(_Experts):
     CAPACITY = 60
 

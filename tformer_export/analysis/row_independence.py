@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.batch_axes import times_batch
 from tformer_export.analysis.interpreter import call, run
-from tformer_export.capture.trace import CapturedGraph
+from tformer_export.capture.trace import CapturedGraph, count_ids
 from tformer_export.common.fx_nodes import aten, describe_node, expression, meta
 from tformer_export.common.module_state import is_same
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -53,11 +53,7 @@ class _OwnerFinder:
         self.owners: dict[Node, Owners] = {}
         self.generator = torch.Generator().manual_seed(0)
         self.found_any = False
-        self.compared = {
-            node.args[1]
-            for node in captured.nodes
-            if node.target in COMPARISONS and type(node.args[1]) is int and node.args[1] >= 0
-        }
+        self.names = {node: name for name, node in captured.inputs.items()}
         self.rows = max((self.values[n].shape[0] for n in captured.inputs.values() if self._is_batched(n)), default=0)
 
     def _is_batched(self, node: Node) -> bool:
@@ -196,10 +192,16 @@ class _OwnerFinder:
             return value
         else:
             pool = value.flatten()
-            if node.op == "placeholder":  # ids, some of which the model treats in another way
-                pool = torch.cat([pool, torch.tensor([*self.compared], dtype=pool.dtype)])
+            if node in self.names:
+                pool = torch.cat([pool, self._compared_ids(node).to(pool.dtype)])
             drawn = pool[torch.randint(len(pool), value.shape, generator=self.generator)]
         return self.with_rows(node, value, drawn, lambda owner: owner >= 0)
+
+    def _compared_ids(self, node: Node) -> torch.Tensor:
+        """Return the ids of an input with which the model compares any number, and may treat in another way."""
+        compared = {n.args[1] for n in self.captured.nodes if n.target in COMPARISONS and type(n.args[1]) is int}
+        count = count_ids(self.captured, self.names[node])
+        return torch.tensor([i for i in sorted(compared) if 0 <= i < count])
 
     def with_rows(self, node: Node, value: Any, other: Any, chosen: Any) -> Any:
         """Return a value with the numbers of another for the owners that are chosen."""
