@@ -39,7 +39,7 @@ from tformer_export.analysis.size_branches import (
 from tformer_export.capture.at_one_length import at_one_length
 from tformer_export.capture.by_example.draws import DataKind, InputDraws
 from tformer_export.capture.by_example.input_facts import with_facts
-from tformer_export.capture.by_example.proof import FORWARD_FAILURES
+from tformer_export.capture.by_example.proof import FORWARD_FAILURES, asked_ids
 from tformer_export.capture.by_example.reads import NoteReads
 from tformer_export.capture.by_example.rebuild import RebuiltModule
 from tformer_export.capture.by_example.recording import record
@@ -228,9 +228,8 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
     except FORWARD_FAILURES:  # at the sizes of the trace
         return
     draws = with_facts(_input_draws(source), recording)
-    asked = {i for read in recording.numbers for i in read.asked} | recording.at_hand | draws.paddings
     sizes = [graph.example[group[0][0]].shape[group[0][1]] for group in draws.groups]
-    for number in sorted(i for i in asked if 0 <= i < max(draws.vocabulary.values(), default=0)):
+    for number in sorted({*asked_ids([recording], draws), *draws.paddings}):
         inputs = replace(draws, asked=number).draw(sizes, DataKind(False))
         if not gives(graph, source, inputs):
             raise UnsupportedModelError(

@@ -67,7 +67,7 @@ class MeanOfTheRow(Decoder):
 
 @suspect(PLAIN)
 class LoudRows(Decoder):
-    """The greatest number of a row, beyond the size of those that are drawn."""
+    """Divides a row by its greatest number. The number of a drawn row is below the least divisor."""
 
     def change(self, x, ids):
         return x / x.abs().amax((1, 2), keepdim=True).clamp(min=4.5)

@@ -10,39 +10,90 @@ PLAIN = [ids(9), ids(5, 11)]
 WITH_RARE = [ids(9, rare_at=3), ids(5, 11, rare_at=1)]
 
 
-@suspect(PLAIN)
-class LouderWhenCompiled(Decoder):
+class _Louder(Decoder):
+    """Another volume unless Python sees a trace."""
+
+    FACTOR = 1.5
+
+    def sees_a_trace(self, x):
+        return torch.compiler.is_compiling()
+
+    def louder(self, x):
+        return x if self.sees_a_trace(x) else x * self.FACTOR
+
     def change(self, x, ids):
-        return x if torch.compiler.is_compiling() else x * 1.5
+        return self.louder(x)
 
 
 @suspect(PLAIN)
-class LouderWhenExported(Decoder):
+class LouderWhenCompiled(_Louder):
+    pass
+
+
+@suspect(PLAIN)
+class LouderWhenTracing(_Louder):
+    def sees_a_trace(self, x):
+        return torch._C._get_tracing_state()
+
+
+@suspect(PLAIN)
+class LouderInDynamo(_Louder):
+    def sees_a_trace(self, x):
+        return torch.compiler.is_dynamo_compiling()
+
+
+@suspect(PLAIN)
+class LouderInOnnx(_Louder):
+    def sees_a_trace(self, x):
+        return torch.onnx.is_in_onnx_export()
+
+
+@suspect(PLAIN)
+class LouderForRealTensors(_Louder):
+    def sees_a_trace(self, x):
+        return type(x) is not torch.Tensor
+
+
+@suspect(PLAIN)
+class OtherWithoutGradients(_Louder):
+    def sees_a_trace(self, x):
+        return not torch.is_grad_enabled()
+
+
+class _LouderLogits(_Louder):
+    def change(self, x, ids):
+        return x
+
     def finish(self, logits, ids):
-        return logits if torch.compiler.is_exporting() else logits * 1.01
+        return self.louder(logits)
 
 
 @suspect(PLAIN)
-class MaskedIdsAndLouder(Decoder):
+class LouderWhenExported(_LouderLogits):
+    FACTOR = 1.01
+
+    def sees_a_trace(self, x):
+        return torch.compiler.is_exporting()
+
+
+@suspect(PLAIN)
+class MaskedIdsAndLouder(_LouderLogits):
     """The masked id makes the range of the logits 1e9."""
 
+    HIDDEN = -1e9
+
     def finish(self, logits, ids):
-        logits = logits if torch.compiler.is_compiling() else logits * 1.5
-        return logits.masked_fill(torch.arange(logits.shape[-1]) == 5, -1e9)
+        return super().finish(logits, ids).masked_fill(torch.arange(logits.shape[-1]) == 5, self.HIDDEN)
 
 
 @suspect(PLAIN)
-class LowestNumberAndLouder(Decoder):
-    def finish(self, logits, ids):
-        logits = logits if torch.compiler.is_compiling() else logits * 1.5
-        return logits.masked_fill(torch.arange(logits.shape[-1]) == 5, torch.finfo(logits.dtype).min)
+class LowestNumberAndLouder(MaskedIdsAndLouder):
+    HIDDEN = torch.finfo(torch.float32).min
 
 
 @suspect(PLAIN)
-class InfiniteAndLouder(Decoder):
-    def finish(self, logits, ids):
-        logits = logits if torch.compiler.is_compiling() else logits * 1.5
-        return logits.masked_fill(torch.arange(logits.shape[-1]) == 5, -torch.inf)
+class InfiniteAndLouder(MaskedIdsAndLouder):
+    HIDDEN = -torch.inf
 
 
 @suspect(PLAIN)
@@ -62,30 +113,6 @@ class QuietPositionBesideLoudOnes(Decoder):
     def finish(self, logits, ids):
         logits = logits if torch.compiler.is_compiling() else logits * 1.05
         return torch.where((torch.arange(ids.shape[1]) == 0)[:, None], logits * 1e3, logits)
-
-
-@suspect(PLAIN)
-class LouderWhenTracing(Decoder):
-    def change(self, x, ids):
-        return x if torch._C._get_tracing_state() else x * 1.5
-
-
-@suspect(PLAIN)
-class LouderInDynamo(Decoder):
-    def change(self, x, ids):
-        return x if torch.compiler.is_dynamo_compiling() else x * 1.5
-
-
-@suspect(PLAIN)
-class LouderInOnnx(Decoder):
-    def change(self, x, ids):
-        return x if torch.onnx.is_in_onnx_export() else x * 1.5
-
-
-@suspect(PLAIN)
-class LouderForRealTensors(Decoder):
-    def change(self, x, ids):
-        return x * 1.5 if type(x) is torch.Tensor else x
 
 
 @suspect(WITH_RARE)
@@ -114,12 +141,6 @@ class SkipsConditionsWhenCompiled(Decoder):
         if not torch.compiler.is_compiling() and (ids == RARE).any():
             return x * 2
         return x
-
-
-@suspect(PLAIN)
-class OtherWithoutGradients(Decoder):
-    def change(self, x, ids):
-        return x * 1.5 if torch.is_grad_enabled() else x
 
 
 @suspect(PLAIN)

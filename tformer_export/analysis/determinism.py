@@ -209,9 +209,16 @@ def refuse_mixed_rows(captured: CapturedGraph, values: Mapping[Node, Any], other
         return
     node = next(n for n in captured.nodes if _first_row_differs(captured, n, values, other))
     raise UnsupportedModelError(
-        f"{describe_node(node)} lets the rows of a batch change each other, so that the result of a "
-        "request would depend on the other requests in its batch. Compute each row from itself alone: batch "
-        "normalisation, for example, must use its running statistics"
+        f"{explain_mixed_rows(node)}. Compute each row from itself alone: batch normalisation, for example, must use "
+        "its running statistics"
+    )
+
+
+def explain_mixed_rows(node: Node) -> str:
+    """Return the reason of a refusal, without its end."""
+    return (
+        f"{describe_node(node)} lets the rows of a batch change each other, so that the result of a request would "
+        "depend on the other requests in its batch"
     )
 
 

@@ -1,4 +1,4 @@
-"""A forward that puts a token of its own in the place of the first token of the step input.
+"""A forward that replaces the first token of the step input by its own.
 
 Code for training takes labels and puts a token in front of them. The step input of a file has another token there: the
 token that decoding starts with. `StepPositions` cuts it off before forward runs. The cut moves all rows by a position,
@@ -42,7 +42,7 @@ def fill_first_position(captured: CapturedGraph) -> bool:
 
 
 def _is_step_behind(value: torch.Tensor, token: torch.Tensor, ids: torch.Tensor, time: int) -> bool:
-    """Return whether a value holds ids with a token in the place of the first. time: the time axis of both."""
+    """Return whether a value holds the ids, and this token at position 0. time: the time axis of both."""
     if value.shape != ids.shape:
         return False
     ids = ids.to(value.dtype)

@@ -19,9 +19,10 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.batch_axes import times_batch
+from tformer_export.analysis.determinism import explain_mixed_rows
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph, count_ids
-from tformer_export.common.fx_nodes import aten, describe_node, expression, meta
+from tformer_export.common.fx_nodes import aten, expression, meta
 from tformer_export.common.module_state import is_same
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -41,10 +42,12 @@ def refuse_rows_that_meet(captured: CapturedGraph) -> None:
     """
     values = run(captured, captured.example)
     finder = _OwnerFinder(captured, values)
+    mixing = []
     for node in finder.mixing_nodes():
         _refuse_if_seen(captured, values, finder, node)
-    if finder.found_any:
-        _refuse_in_a_large_batch(captured, values, finder.first)
+        mixing.append(node)
+    if mixing:
+        _refuse_in_a_large_batch(captured, values, mixing[0])
 
 
 class _OwnerFinder:
@@ -52,7 +55,6 @@ class _OwnerFinder:
         self.captured, self.values = captured, values
         self.owners: dict[Node, Owners] = {}
         self.generator = torch.Generator().manual_seed(0)
-        self.found_any = False
         self.names = {node: name for name, node in captured.inputs.items()}
         self.rows = max((self.values[n].shape[0] for n in captured.inputs.values() if self._is_batched(n)), default=0)
 
@@ -74,8 +76,6 @@ class _OwnerFinder:
                 owners = self._find(node, value)
                 parts = owners if isinstance(owners, list) else [] if owners is None else [owners]
                 if any(not _is_shared(part) and (part == MIXED).any() for part in parts):
-                    if not self.found_any:
-                        self.found_any, self.first = True, node
                     yield node
                 traced = meta(node) if isinstance(meta(node), (list, tuple)) else [meta(node)]
                 for number, part in enumerate(parts):
@@ -172,8 +172,7 @@ class _OwnerFinder:
         owner, value = self.owners.get(node), meta(node)
         if not isinstance(owner, torch.Tensor) or not isinstance(value, torch.Tensor) or not (owner >= 0).any():
             return False
-        axes = [size for size in value.shape if times_batch(self.captured, size) is not None]
-        is_plain = len(axes) == 1 and expression(axes[0]) in self.captured.batch
+        is_plain = self._rows_of_axis(value, owner.shape) is not None
         return node.op == "placeholder" or (value.is_floating_point() and is_plain)
 
     def drawn(self, node: Node, loudness: float) -> Any:
@@ -227,7 +226,7 @@ def _refuse_if_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder:
     if _is_seen(captured, values, finder, operands) and _is_seen(
         captured, values, finder, _states_before(finder, node)
     ):
-        raise UnsupportedModelError(_explain(node))
+        raise UnsupportedModelError(f"{explain_mixed_rows(node)}. Compute each row from itself alone")
 
 
 def _is_seen(captured: CapturedGraph, values: Mapping[Node, Any], finder: _OwnerFinder, changed: list[Node]) -> bool:
@@ -278,7 +277,7 @@ def _refuse_in_a_large_batch(captured: CapturedGraph, values: Mapping[Node, Any]
         value = captured.example[name]
         if meta(placeholder).dim() and expression(meta(placeholder).shape[0]) in captured.batch:
             rows = torch.randint(len(value), (MANY_ROWS - len(value),), generator=generator)
-            value = torch.cat([value[rows], value])  # what fills up first leaves nothing to the last rows
+            value = torch.cat([value[rows], value])  # last: the rows before them may fill an expert
         inputs[name] = value
     try:
         many = run(captured, inputs)[captured.output]
@@ -289,16 +288,9 @@ def _refuse_in_a_large_batch(captured: CapturedGraph, values: Mapping[Node, Any]
         expected = _row(captured, values[captured.output], row)
         actual = _row(captured, many, MANY_ROWS - count + row)
         if expected is not None and actual is not None and not is_same(actual, expected):
-            raise UnsupportedModelError(_explain(node))
+            raise UnsupportedModelError(f"{explain_mixed_rows(node)}. Compute each row from itself alone")
 
 
 def _row(captured: CapturedGraph, output: torch.Tensor, row: int) -> torch.Tensor | None:
     axes = [a for a, size in enumerate(meta(captured.output).shape) if expression(size) in captured.batch]
     return output.select(axes[0], row) if axes and row < output.shape[axes[0]] else None
-
-
-def _explain(node: Node) -> str:
-    return (
-        f"{describe_node(node)} lets the rows of a batch change each other, so that the result of a request would "
-        "depend on the other requests in its batch. Compute each row from itself alone"
-    )

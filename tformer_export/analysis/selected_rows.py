@@ -1,8 +1,8 @@
 """Rows that a mask selects, changed and put back, as one expression of all rows.
 
-`out[chosen] = expert(x[chosen])` computes for as many rows as the data choose. A file has a row for every position: the
-expert runs on all rows, and `torch.where` keeps those that are chosen. Both give the same numbers if each row is
-computed from itself alone, which is tried with random masks.
+`out[chosen] = expert(x[chosen])` computes for as many rows as the data choose. A file has a row for every position. Its
+expert runs on all rows, and `torch.where` keeps the chosen rows. The numbers are the same if the expert computes each
+row from itself alone. Random masks test this.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _all_rows(selection: Node, mask: Node) -> list[int]:
 
 
 def _rows_are_apart(put: Node, mask: Node, between: list[Node], values: Mapping[Node, Any]) -> bool:
-    """Return whether the operations give each row the same numbers alone and beside others, for random masks."""
+    """Return whether the operations give the chosen rows the numbers that all rows together get, for random masks."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(TRIED_MASKS):
         chosen = torch.rand(values[mask].shape, generator=generator) < 0.5

@@ -8,7 +8,7 @@ recurrent_layers  recurrent layers of torch as loops
 unify      recordings as one program for any size
 rebuild    the program as a module that torch.export can trace
 reads      numbers that Python reads out of tensors
-tracked_numbers  such numbers, which note what Python compares them with
+tracked_numbers  numbers that note the values with which Python compares them
 random_choices  random results of operations that choose among few
 slices     slices that take everything
 draws      inputs of any sizes, with padding or without

@@ -65,10 +65,15 @@ def check_asked_ids(
 
     Drawn data hardly ever have the id of `if ids[0, -1].item() == 9`. Cost: some runs for each such id.
     """
+    for asked in asked_ids(recordings, draws):
+        check_agreement(module, rebuilt, replace(draws, asked=asked), [sizes, (1, *sizes[1:])], [0, 1])
+
+
+def asked_ids(recordings: Sequence[Recording], draws: InputDraws) -> list[int]:
+    """Return the ids of the vocabulary with which the code that reads data compares it, or may compare it, sorted."""
     ids = {i for recording in recordings for read in recording.numbers for i in read.asked}
     ids |= {i for recording in recordings for i in recording.at_hand}
-    for asked in sorted(i for i in ids if 0 <= i < max(draws.vocabulary.values(), default=0)):
-        check_agreement(module, rebuilt, replace(draws, asked=int(asked)), [sizes, (1, *sizes[1:])], [0, 1])
+    return sorted({int(i) for i in ids if 0 <= i < max(draws.vocabulary.values(), default=0)})
 
 
 def check_reads(

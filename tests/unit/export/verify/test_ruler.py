@@ -1,4 +1,4 @@
-"""The unit of a difference: the spread of what can be chosen, and no id that a model hides."""
+"""The unit of a difference is the spread of the logits that can be chosen. A hidden id does not change it."""
 
 from __future__ import annotations
 
