@@ -18,6 +18,7 @@ SEEN_BY_BOTH = 90.0  # nats: less than SEEN, for a logit at its edge moves by ro
 HIDDEN = (
     -9e3
 )  # numbers below it stand for −∞ if all others are small: masks write −1e4, −65504, −1e9 or the least number
+BLOCK = 1 << 18  # logits that are compared at once: the temporary arrays take some 20 MB
 ROUNDING = 1.5e-2  # of the greatest magnitude: the thousandth of it is 250 times the rounding of one float32
 
 
@@ -66,13 +67,20 @@ def is_hidden(values: np.ndarray) -> np.ndarray:
 
 
 def logit_differences(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return the differences of logits (…, vocabulary), over their units.
+    """Return the differences of logits (…, vocabulary), over their units, as float32.
 
     Infinite where a logit that no softmax sees is seen in the other result, and where a number stands in the place of
-    NaN or infinity.
+    NaN or infinity. Memory: that of the result, and of some copies of BLOCK logits.
     """
-    best = np.max(expected, axis=-1, where=np.isfinite(expected), initial=-np.inf, keepdims=True)
-    return _differences(actual, expected, logit_units(expected), best - SEEN_BY_BOTH)
+    vocabulary = expected.shape[-1]
+    differences = np.empty(expected.shape, dtype=np.float32)
+    flat = [array.reshape(-1, vocabulary) for array in (actual, expected, differences)]
+    positions = max(1, BLOCK // vocabulary)
+    for begin in range(0, len(flat[0]), positions):
+        one, other, result = (array[begin : begin + positions] for array in flat)
+        best = np.max(other, axis=-1, where=np.isfinite(other), initial=-np.inf, keepdims=True)
+        result[...] = _differences(one, other, logit_units(other), best - SEEN_BY_BOTH)
+    return differences
 
 
 def number_differences(actual: np.ndarray, expected: np.ndarray, rows: Sequence[np.ndarray] = ()) -> np.ndarray:
