@@ -164,6 +164,7 @@ def export(
         parity=result.parity,
         counts=result.counts,
         unrecognised=result.unrecognised,
+        max_length_line=result.max_length_line,
         input_limits={
             spec.name: spec.max_length
             for spec in (result.manifest.encode.inputs if result.manifest.encode else ())

@@ -43,6 +43,7 @@ class BuildResult:
     manifest: Manifest
     counts: dict[str, int]
     unrecognised: tuple[str, ...]
+    max_length_line: str
     parity: ParityReport
     size: int
     degradation: Degradation | OutputDegradation | None
@@ -92,6 +93,7 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         manifest,
         quantized.compiled.counts,
         quantized.compiled.unrecognised,
+        quantized.compiled.max_length_line,
         parity,
         size,
         quantized.degradation,

@@ -31,6 +31,7 @@ from tformer_export.analysis.determinism import (
     refuse_not_finite,
 )
 from tformer_export.analysis.einsum import einsums_to_products
+from tformer_export.analysis.hidden_wraps import replace_hidden_wraps
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.own_caches import keep_written_keys
@@ -150,6 +151,7 @@ class CompiledModel:
 
     counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
     unrecognised: see `Recognition.others`.
+    max_length_line: the user's line that allows no longer sequence; "" if it is unknown, or if a table ends there.
     """
 
     model: ir.Model
@@ -160,6 +162,7 @@ class CompiledModel:
     gives_last: bool = False
     series: SeriesPreprocessor | None = None
     unrecognised: tuple[str, ...] = ()
+    max_length_line: str = ""
 
 
 def analyse(
@@ -207,6 +210,7 @@ def analyse_model(
     fill_first_position(graph)
     einsums_to_products(graph)
     unshift(graph)
+    replace_hidden_wraps(graph)
     recognition = recognise(graph)
     keep_written_keys(graph)
     if cross_attentions is not None and cross_attentions is not False:
@@ -400,6 +404,8 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     extras = (*analysed.extras[0], *analysed.extras[1])
     locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
     counts = {"attentions": analysed.recognition.count, **lowered.counts, **passes}
+    graph = analysed.graph
+    is_limit = graph.time is not None and manifest.max_length == graph.time_limit
     return CompiledModel(
         model,
         manifest,
@@ -409,4 +415,5 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.gives_last,
         series,
         analysed.recognition.others,
+        graph.limit_lines.get(graph.time, "") if is_limit else "",
     )

@@ -40,6 +40,7 @@ class ExportReport:
     counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
     unrecognised: each softmax over positions that was not recognised as that of an attention, with its line and the
         reason. It is computed operation by operation.
+    max_length_line: the line of the model that allows no longer sequence; "" if it is unknown, or a table ends there.
     input_limits: name → the most positions of an input that the file reads once, where there is a limit.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
@@ -66,6 +67,7 @@ class ExportReport:
     parity: ParityReport
     counts: dict[str, int]
     unrecognised: tuple[str, ...] = ()
+    max_length_line: str = ""
     input_limits: dict[str, int] = field(default_factory=dict)
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
@@ -107,6 +109,11 @@ class ExportReport:
         if self.counts.get("at_one_length"):
             return f"the whole model, for {self.max_length} positions in each step: a lower maximum length is faster"
         return f"{self.counts['recomputed']} parts of the model, for all positions so far in each step"
+
+    @property
+    def _max_length_text(self) -> str:
+        line = f", limited by {self.max_length_line}" if self.max_length_line else ""
+        return f"{self.max_length}{line}"
 
     @property
     def _precision_text(self) -> str:
@@ -153,7 +160,7 @@ class ExportReport:
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *[("not fused", text) for text in dict.fromkeys(self.unrecognised[:MAX_SHOWN])],
             *([("recomputed", self._recomputed_text)] if counts.get("recomputed") else []),
-            *([("maximum length", f"{self.max_length}")] if self.max_length else []),
+            *([("maximum length", self._max_length_text)] if self.max_length else []),
             *[(f"at most, {name}", f"{limit} positions") for name, limit in self.input_limits.items()],
             ("parity", self._parity_text),
         ]

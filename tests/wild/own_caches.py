@@ -39,7 +39,47 @@ class AsBuffers(WithStartPosition):
             self.register_buffer(name, cache, persistent=False)
 
 
+class ByPositions(WithStartPosition):
+    """Rows are written at positions that a tensor names."""
+
+    def write(self, cache, rows, positions, new):
+        cache[:rows, positions] = new
+
+    def mix(self, x, idx):
+        rows, time = x.shape[:2]
+        q, k, v = self.attention.heads(x)
+        positions = torch.arange(time)
+        self.write(self.cache_k, rows, positions, k)
+        self.write(self.cache_v, rows, positions, v)
+        return self.attention.attend(q, self.cache_k[:rows, :time], self.cache_v[:rows, :time], self.mask(idx))
+
+
+class ByIndexCopy(ByPositions):
+    def write(self, cache, rows, positions, new):
+        cache[:rows].index_copy_(1, positions, new)
+
+
+class ReadWhole(AsBuffers):
+    """Attention reads the whole cache of the rows; the table of positions has more positions than the cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = torch.nn.Embedding(2 * BLOCK, WIDTH)
+
+    def mix(self, x, idx):
+        rows, time = x.shape[:2]
+        q, k, v = self.attention.heads(x)
+        positions = torch.arange(time)
+        self.cache_k[:rows, positions] = k
+        self.cache_v[:rows, positions] = v
+        mask = torch.arange(BLOCK)[None] > positions[:, None]
+        return self.attention.attend(q, self.cache_k[:rows], self.cache_v[:rows], mask)
+
+
 CASES = [
     Case("cache-attributes", WithStartPosition, exports_file=True),
     Case("cache-buffers", AsBuffers),
+    Case("cache-by-positions", ByPositions),
+    Case("cache-by-index-copy", ByIndexCopy),
+    Case("cache-read-whole", ReadWhole),
 ]

@@ -288,6 +288,36 @@ def test_small_number_in_a_denominator_is_kept(tmp_path: Path) -> None:
     np.testing.assert_allclose(actual.numpy(), expected, rtol=0, atol=1e-6)
 
 
+class CountByLogarithm(Encoder):
+    def change(self, x):
+        return x.topk(int(2 * math.log(x.shape[1])), dim=1)[0].sum(1, keepdim=True) + x
+
+
+def test_whole_number_of_a_logarithm_is_not_called_data(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"computes from sizes or weights .* at .*topk\(int"):
+        export(CountByLogarithm().eval(), tmp_path / "model.onnx", {"x": draw(2, HISTORY, 0)["x"]})
+
+
+class PackedRows(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.recurrent = torch.nn.GRU(COLUMNS, COLUMNS, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.recurrent(packed)[1][-1]
+
+
+def test_packed_rows_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="packs rows of several lengths into one sequence"):
+        export(
+            PackedRows().eval(),
+            tmp_path / "model.onnx",
+            {"x": draw(2, HISTORY, 0)["x"]},
+            masks={"lengths": lengths("x")},
+        )
+
+
 class RootInAnIndex(Encoder):
     def change(self, x):
         side = int(math.sqrt(x.shape[1]))

@@ -5,6 +5,7 @@ attention           the operation that each attention becomes
 attention_patterns  softmax(scale · QKᵀ + bias) · V, in any operations
 own_caches          caches of the user's own, of which attention reads the room that is not written too
 own_first_token     a forward that replaces the first token of the step input by its own
+hidden_wraps        rotations along the positions whose first rows are overwritten
 selected_rows       rows that a mask selects and that are put back, as one expression of all rows
 einsum              Einstein sums as matrix products
 attention_weights   weights of attention as extra outputs

@@ -7,7 +7,6 @@ the greatest length for which they hold becomes a limit of the file. A branch th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Node
-from torch.utils._sympy.printers import PythonPrinter
 
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import CapturedGraph, count_ids
 from tformer_export.capture.trace_errors import explain_branch
-from tformer_export.common.fx_nodes import DENSE_SIZES, aten, expression, meta, source_line
+from tformer_export.common.fx_nodes import DENSE_SIZES, as_function, aten, expression, meta, source_line
 from tformer_export.common.module_state import is_same, restored
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -152,8 +150,7 @@ def _failing_sizes(captured: CapturedGraph, guard: sympy.Basic, symbol: sympy.Sy
     if condition.free_symbols - {symbol}:  # a number that is read from data
         return []
     least = max(2, captured.least.get(symbol, 2))
-    # As Python code, it is evaluated at 100,000 sizes in less than a second; by sympy it would take a minute.
-    holds = eval(f"lambda {symbol}: {PythonPrinter().doprint(condition)}", {"math": math, "torch": torch})
+    holds = as_function(condition, symbol)
     return [size for size in range(least, high + 1) if not holds(size)]
 
 

@@ -31,7 +31,14 @@ from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
-from tformer_export.capture.trace_errors import SizeWatch, explain_fixed, explain_trace, is_branch, watch_sizes
+from tformer_export.capture.trace_errors import (
+    SizeWatch,
+    explain_fixed,
+    explain_number,
+    explain_trace,
+    is_branch,
+    watch_sizes,
+)
 from tformer_export.capture.trace_patches import (
     causal_mask_hints_kept,
     copies_of_functions_run,
@@ -46,7 +53,7 @@ from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import BATCH_SIZE, OTHER_BATCH_SIZE, distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.source_lines import users_name
+from tformer_export.common.source_lines import line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
@@ -253,6 +260,8 @@ def _trace_or_refuse(
             traced = _TracedProgram(_trace(module, example, shapes), watch)
     except GuardOnDataDependentSymNode as error:
         refusal = explain_trace(error, module, example, step_input, watch)
+        if not _reads_numbers(module, example):
+            refusal = explain_number(line_of_error(error), example)
         if not is_branch(error):  # a number that Python reads would be the example's
             raise UnsupportedModelError(refusal) from error
         try:  # sizes alone may decide the branch
@@ -282,9 +291,13 @@ def _trace_or_refuse(
 
 
 def _reads_numbers(module: torch.nn.Module, example: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether Python reads numbers that follow from the data of the inputs. Cost: three runs of forward."""
+    """Return whether Python reads numbers or sizes that follow from the data of the inputs.
+
+    Cost: three runs of forward.
+    """
     try:
-        return any(read.number is not None for read in record(module, [*example.values()]).numbers)
+        recording = record(module, [*example.values()])
+        return recording.selects_rows or any(read.number is not None for read in recording.numbers)
     except Exception:  # the user's code may raise anything
         return True
 

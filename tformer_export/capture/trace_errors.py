@@ -147,6 +147,15 @@ def explain_branch(line: str) -> str:
     )
 
 
+def explain_number(line: str, example: Mapping[str, torch.Tensor]) -> str:
+    """Explain the refusal of a number that follows from sizes or weights, as the logarithm of a size in a tensor."""
+    return (
+        f"forward lets a number that it computes from sizes or weights decide which code runs, at {line}, which a "
+        "graph does not know for other sizes. Compute it with Python's whole numbers; if the input always has the size "
+        'of the example, say so: axes={"' + next(iter(example)) + '": (0,)}'
+    )
+
+
 def explain_trace(
     error: Exception, module: torch.nn.Module, example: Mapping[str, torch.Tensor], step: str | None, watch: SizeWatch
 ) -> str:
@@ -172,6 +181,12 @@ def explain_trace(
             f"forward computes with numbers of its data, or with sizes, in a way that torch.export cannot follow, at "
             f"{line_of_error(error)}. A file has no Python: keep the numbers in tensors"
         )
+    if _is_of_packed_rows(error):
+        return (
+            f"forward packs rows of several lengths into one sequence, at {line_of_error(error)}, as "
+            "pack_padded_sequence does, and a graph has no such tensor. Give the layer the padded rows, and take the "
+            "results at the last position of each row"
+        )
     if "numpy" in text:
         return (
             f"forward hands a tensor to numpy, at {line_of_error(error)}. Only torch's operations can be exported: "
@@ -187,6 +202,15 @@ def _fails_in_sympy(error: Exception) -> bool:
     """Return whether the expression of a size or number, which torch leaves to sympy, is the cause."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("sympy.")
+
+
+def _is_of_packed_rows(error: Exception) -> bool:
+    """Return whether a recurrent layer or a function of torch fails on packed rows."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = [value for frame in frames for value in frame.f_locals.values()]
+    return any(isinstance(value, torch.nn.utils.rnn.PackedSequence) for value in values) or any(
+        frame.f_code.co_name in ("pack_padded_sequence", "pad_packed_sequence") for frame in frames
+    )
 
 
 def _explain_fixed(

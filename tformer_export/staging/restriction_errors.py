@@ -93,8 +93,8 @@ def explain_refusal(layouts: ValueLayouts, node: Node, looks_ahead: bool) -> str
 
 _CARRIES = "carries state from position to position outside attention:"
 _ONLY_ATTENTION = (
-    "Only what attention reads of earlier positions can be cached, so put attention in its place, or "
-    + SINGLE_PASS_ADVICE
+    "A step reads earlier positions by attention, some positions back or as the state of a loop, so write it in one of "
+    "these ways, or " + SINGLE_PASS_ADVICE
 )
 
 
@@ -162,7 +162,7 @@ def _changed_sides(layouts: ValueLayouts, source: Node, result: Node) -> set[str
     sides = set()
     try:
         before = _by_position(layouts, result, axes[0], layouts.values[result])
-        for position in range(1, before.shape[0] - 1):
+        for position in range(1, before.shape[0]):
             values = {n: _disturb(layouts, n, position) for n in changed}
             with torch.no_grad():
                 for node in between:

@@ -20,8 +20,9 @@ from torch.fx import Node
 
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
+from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import run
-from tformer_export.common.fx_nodes import expression, meta, source_line
+from tformer_export.common.fx_nodes import as_function, expression, meta, source_line
 from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.restriction import PROBE_LENGTH, RestrictionSolver
@@ -30,6 +31,7 @@ from tformer_runtime.base.errors import UnsupportedModelError
 DEFAULT_LENGTH = 512
 MAX_VISIBLE_BIAS = 1e4  # a bias of this magnitude hides a key
 REPLACED_LENGTHS = 2, 3, PROBE_LENGTH, 65, 1024  # at which a model runs with tables of the maximum length
+_NUMBERS = "TensorType", "NumberType"  # of an argument that a value is computed by; a size has the type IntType
 MAX_REPLACED_ROUNDING = 2e-5  # of the range of the results; tables of other magnitudes round differently
 
 
@@ -110,6 +112,7 @@ def make_tables(
     Raises UnsupportedModelError if `required` is more than the model allows, or if a constant is not prefix-consistent.
     """
     source = _Constants(solver, list(nodes), list(invariant))
+    _limit_by_numbers(solver, required or preferred or DEFAULT_LENGTH)
     if required is not None:
         source.check(required)
         length = required
@@ -122,6 +125,28 @@ def make_tables(
     source.prove(length)
     values = source.at(length)
     return {n: _table(solver, n, values[n]) for n in source.nodes}, length
+
+
+def _limit_by_numbers(solver: RestrictionSolver, longest: int) -> None:
+    """Limit the length to that up to which the numbers of sizes by which values are computed are the same, in place.
+
+    `x * (1 + time // 25)` is right for steps as long as the number is 1. Numbers that change at short lengths are
+    refused before. Cost: each number is evaluated at all lengths.
+    """
+    captured, time = solver.captured, solver.time
+    for node in captured.nodes:
+        if solver.level[node] != Level.STEP or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            number = meta(value).node.expr if isinstance(meta(value), (torch.SymInt, torch.SymFloat)) else None
+            if number is None or argument.type.kind() not in _NUMBERS or number.free_symbols != {time}:
+                continue
+            high = min(longest, captured.limits.get(time, longest))
+            at = as_function(number, time)
+            changed = next((n for n in range(2, high + 1) if at(n) != at(1)), None)
+            if changed is not None and changed > PROBE_LENGTH:
+                captured.limits[time] = changed - 1
+                captured.limit_lines[time] = source_line(node)
 
 
 def _greatest(holds: Callable[[int], bool], maximum: int) -> int:

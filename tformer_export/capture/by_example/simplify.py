@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tformer_export.capture.by_example.recording import Constant, InputRef, Place, Recording, StepResult, writes
+from tformer_export.capture.by_example.recording import Constant, InputRef, Place, Recording, Step, StepResult, writes
 from tformer_export.common.fx_nodes import aten
 
 
@@ -21,7 +21,38 @@ def simplify(recordings: Sequence[Recording]) -> list[Recording]:
 def forward_values(recordings: Sequence[Recording]) -> list[Recording]:
     """Let operations read written values and numbers of the course directly."""
     known = numbers_of_the_course(recordings)
-    return [_replace_operands(forward_writes(recording), known) for recording in recordings]
+    return [_replace_operands(forward_writes(repeat_equal_rows(recording)), known) for recording in recordings]
+
+
+def repeat_equal_rows(recording: Recording) -> Recording:
+    """Let the rows that forward takes of a cache of its own be copies of one, if all rows of the cache are equal.
+
+    `cache[:batch]` of a cache for 8 rows would run for 8 rows at most. A cache that forward uses in another way stays.
+    """
+    steps = [*recording.steps]
+    same: dict[StepResult, Any] = {}
+    for number, step in enumerate(recording.steps):
+        if step.target is not aten.clone.default or not isinstance(step.args[0], Constant):
+            continue
+        cache, value = StepResult(number), step.args[0].value
+        users = [i for i, user in enumerate(steps) if any(o == cache for o in user.operands)]
+        taken = {steps[i].place for i in users if steps[i].target is aten.slice.Tensor}
+        place = next(iter(taken)) if len(taken) == 1 else None
+        if (
+            place is None
+            or not all(steps[i].target is aten.slice.Tensor for i in users)
+            or not value.dim()
+            or place.shape[1:] != value.shape[1:]
+            or place.shape[0] > len(value)
+            or not torch.equal(value, value[:1].expand_as(value))
+            or cache in recording.outputs
+        ):
+            continue
+        row = Constant(value[:1].clone(), None, belongs_to_module=True)
+        args = row, [place.shape[0], *[1] * (value.dim() - 1)]
+        steps[users[0]] = replace(steps[users[0]], target=aten.repeat.default, args=args, kwargs={}, is_view=False)
+        same |= {StepResult(i): StepResult(users[0]) for i in users[1:]}
+    return _replace_operands(replace(recording, steps=steps), same)
 
 
 def forward_writes(recording: Recording) -> Recording:
@@ -36,13 +67,40 @@ def forward_writes(recording: Recording) -> Recording:
         if step.place is None:
             continue
         history = written.setdefault(step.place.storage, [])
-        if step.target is aten.copy_.default and _same_form(recording, step.args[1], step.place):
-            history.append((step.place, values.get(step.args[1], step.args[1])))
+        write = _write(step)
+        if write is not None and _same_form(recording, write[1], write[0]):
+            history.append((write[0], values.get(write[1], write[1])))
         elif writes(step.target):
             history.append((step.place, None))
         elif history and history[-1][1] is not None and history[-1][0].elements == step.place.elements:
             values[StepResult(i)] = history[-1][1]
     return _replace_operands(recording, values) if values else recording
+
+
+def _write(step: Step) -> tuple[Place, Any] | None:
+    """Return the elements that an operation writes, and their new values; None if it is no write of known elements."""
+    assert step.place is not None
+    if step.target is aten.copy_.default:
+        return step.place, step.args[1]
+    if step.target is aten.index_put_.default and not any(step.args[3:]):
+        axes = [axis for axis, index in enumerate(step.args[1]) if index is not None]
+        positions, values = step.args[1][axes[0]] if len(axes) == 1 else None, step.args[2]
+        return _rows(step.place, axes[0], positions, values)
+    if step.target is aten.index_copy_.default:
+        axis, positions, values = step.args[1:]
+        return _rows(step.place, axis % len(step.place.shape), positions, values)
+    return None
+
+
+def _rows(place: Place, axis: int, positions: Any, values: Any) -> tuple[Place, Any] | None:
+    """Return the rows of an axis, with their new values, if the positions do not depend on data and have no gaps."""
+    if not isinstance(positions, Constant) or positions.value.dim() != 1 or not len(positions.value):
+        return None
+    count, start = len(positions.value), int(positions.value[0])
+    if start < 0 or not torch.equal(positions.value.long(), torch.arange(start, start + count)):
+        return None
+    shape = (*place.shape[:axis], count, *place.shape[axis + 1 :])
+    return replace(place, offset=place.offset + start * place.strides[axis], shape=shape), values
 
 
 def _same_form(recording: Recording, source: Any, place: Place) -> bool:

@@ -111,6 +111,8 @@ class _Tracer:
                 if rebuilt.max_length is None:
                     return rebuilt
                 limited, wrong = rebuilt, _longer((1, *[rebuilt.max_length] * (len(samples[0]) - 1)))
+                if not self._run(wrong, kind):
+                    return rebuilt
             except WrongAtSizesError as error:
                 failure, wrong = error, error.sizes
             except (DisagreementError, *FORWARD_FAILURES) as error:
@@ -198,6 +200,8 @@ class _Tracer:
                 length = max(proven[1:])
                 raise WrongAtSizesError(f"other operations run beyond a length of {length}", _longer(proven))
             rebuilt.max_length = proven[-1]
+        elif len(longest) == 2 and longest[-1] < self.max_length:  # forward itself runs no further, and has one length
+            rebuilt.max_length = longest[-1]
         return rebuilt
 
     def _recordings(self, samples: Sequence[Sizes], kind: DataKind) -> tuple[list[Recording], bool]:

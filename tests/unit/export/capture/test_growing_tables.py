@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from tformer_export import export
+from tformer_runtime import UnsupportedModelError
 
 EXAMPLE = 7  # longer than the sequences of a trace
 
@@ -62,4 +65,25 @@ class Bounded(Decoder):
 
 def test_table_that_stays_is_a_limit(tmp_path):
     example = {"ids": torch.randint(20, (2, EXAMPLE))}
-    assert export(Bounded({}).eval(), tmp_path / "model.onnx", example, "ids").max_length == 24
+    report = export(Bounded({}).eval(), tmp_path / "model.onnx", example, "ids")
+    assert report.max_length == 24
+    line = "torch.full((24, 24)"
+    assert re.fullmatch(rf"24, limited by .*test_growing_tables\.py:\d+: .*{re.escape(line)}.*", row_of_maximum(report))
+
+
+class AnotherCourse(Decoder):
+    def forward(self, ids):
+        return super().forward(ids) * (2 if ids.shape[1] > 24 else 1)
+
+    def table(self, time):
+        return torch.full((time, time), float("-inf")).triu(1)
+
+
+def test_longer_than_a_branch_allows_is_refused_with_its_line(tmp_path):
+    example = {"ids": torch.randint(20, (2, EXAMPLE))}
+    with pytest.raises(UnsupportedModelError, match=r"at a length of 64: at most 24 is possible, by .*shape\[1\] > 24"):
+        export(AnotherCourse({}).eval(), tmp_path / "model.onnx", example, "ids", max_length=64)
+
+
+def row_of_maximum(report):
+    return dict(report.rows())["maximum length"]
