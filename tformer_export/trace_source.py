@@ -50,7 +50,7 @@ from tformer_export.capture.submodule_outputs import WithSubmoduleOutputs, find_
 from tformer_export.capture.trace import CapturedGraph, TraceFailedError, capture
 from tformer_export.capture.trace_patches import copies_of_functions_run, lines_of_helpers_recorded
 from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
-from tformer_export.common.fx_nodes import DENSE_SIZES, expression, line_of_trace, meta, source_line
+from tformer_export.common.fx_nodes import DENSE_SIZES, expression, is_sized_by_data, line_of_trace, meta, source_line
 from tformer_export.common.module_state import restored, unchanged
 from tformer_export.sources import Source
 from tformer_export.sources.call.one_row import RowByRow
@@ -216,8 +216,8 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
     """Raise UnsupportedModelError if Python reads data that the trace does not, and the graph has other results for it.
 
     `if not torch.compiler.is_compiling() and (ids == 7).any(): …` is a shortcut in many models, which changes no
-    result. It is tried with the ids with which the code compares. Cost: a run of forward; if it reads data, three more,
-    and one of the graph and of forward for each of these ids.
+    result. It is tried with the ids with which the code compares. Cost: a run of forward; if it reads numbers, three
+    more; if they are of data, one of the graph and of forward for each of these ids.
     """
     try:
         with restored(source.module), NoteReads() as reads:
@@ -227,6 +227,8 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
         recording = record(source.module, [*graph.example.values()])
     except FORWARD_FAILURES:  # at the sizes of the trace
         return
+    if not recording.numbers and not recording.reads_arrays and recording.num_reads == len(reads.places):
+        return  # Python reads constants alone
     draws = with_facts(_input_draws(source), recording)
     sizes = [graph.example[group[0][0]].shape[group[0][1]] for group in draws.groups]
     for number in sorted({*asked_ids([recording], draws), *draws.paddings}):
@@ -240,9 +242,12 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
 
 def _selects_rows(graph: CapturedGraph) -> bool:
     """Return whether the size of a value follows from data, as in `x[mask]`."""
-    targets = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    return any(torch.Tag.dynamic_output_shape in target.tags for target in targets) or any(
-        free_unbacked_symbols(meta(node).shape) for node in graph.nodes if isinstance(meta(node), torch.Tensor)
+    return any(
+        is_sized_by_data(
+            node.target, (meta(n).dtype for n in node.all_input_nodes[1:] if isinstance(meta(n), torch.Tensor))
+        )
+        or (isinstance(meta(node), torch.Tensor) and free_unbacked_symbols(meta(node).shape))
+        for node in graph.nodes
     )
 
 

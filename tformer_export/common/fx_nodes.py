@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import getitem
 from typing import Any
 
@@ -84,6 +84,16 @@ def meta(node: Any) -> Any:
 def expression(size: Any) -> sympy.Expr:
     """Return a size as an expression of the trace's symbols; one that always equals a symbol is that symbol."""
     return simplify_size(size.node.expr)[0] if isinstance(size, torch.SymInt) else sympy.Integer(int(size))
+
+
+def is_sized_by_data(target: Any, index_types: Iterable[Any] = ()) -> bool:
+    """Return whether the size of an operation's results follows from data, as that of `nonzero` and of `x[mask]`.
+
+    index_types: the dtypes of its indices, if it is an index.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
+        return False
+    return target is not aten.index.Tensor or not {torch.bool, torch.uint8}.isdisjoint(index_types)
 
 
 def as_function(expr: sympy.Basic, symbol: sympy.Symbol) -> Callable[[int], Any]:

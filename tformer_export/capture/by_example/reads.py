@@ -40,7 +40,7 @@ class ReadMode(TorchFunctionMode):
     forced: number of a read → the value that Python gets.
     reads: the names of the recorded operations, one for each read.
     asked: for each read, what Python compares the number with.
-    at_hand: whole numbers of the user's code that reads, with which it may compare as well.
+    at_hand: for each read, whole numbers of the user's code that reads, with which it may compare as well.
     arrays: the names of the recorded operations that stand for reads of whole arrays.
     """
 
@@ -49,7 +49,7 @@ class ReadMode(TorchFunctionMode):
         self.forced = forced
         self.reads: list[str] = []
         self.asked: list[Asked] = []
-        self.at_hand: set[int] = set()
+        self.at_hand: list[set[int]] = []
         self.arrays: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,7 +73,7 @@ class ReadMode(TorchFunctionMode):
     def _read(self, value: Any, kind: type | None) -> Any:
         self.reads.append(_latest_name())
         self.asked.append(Asked())
-        self.at_hand |= numbers_at_hand(sys._getframe(1))
+        self.at_hand.append(numbers_at_hand(sys._getframe(1)))
         value = self.forced.get(len(self.reads) - 1, value)
         return track(value if kind is None else kind(value), self.asked[-1])
 
@@ -84,7 +84,10 @@ class ReadMode(TorchFunctionMode):
 
 
 class NoteReads(TorchFunctionMode):
-    """Notes where Python reads numbers of data, in a run that is not recorded. places: the user's lines."""
+    """Notes where Python reads numbers out of tensors, in a run that is not recorded.
+
+    places: the user's line of each read, in the order of `ReadMode.reads`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +95,8 @@ class NoteReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SCALARS or func in _COMPARISONS or func is torch.Tensor.tolist:
-            self.places.append(find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1]))
+            place = find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1])
+            self.places += [place] * (args[0].numel() if func is torch.Tensor.tolist else 1)
         return func(*args, **(kwargs or {}))
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
 from tformer_export.capture.by_example.tracked_numbers import Asked
-from tformer_export.common.fx_nodes import aten
+from tformer_export.common.fx_nodes import aten, is_sized_by_data
 from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.call.one_row import OverRows, RowByRow
 
@@ -164,6 +164,7 @@ class Recording:
     pure: the nodes of constants that a recording can compute again, because nothing was written into them.
     input_forms: the shapes and dtypes of the inputs.
     at_hand: whole numbers of the code that reads numbers out of data, with which it may compare them.
+    num_reads: how often Python read a number out of a tensor, of data or not.
     """
 
     steps: Sequence[Step]
@@ -174,14 +175,21 @@ class Recording:
     module: GraphModule
     input_forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
     at_hand: frozenset[int] = frozenset()
+    num_reads: int = 0
 
     @property
     def selects_rows(self) -> bool:
         """Whether the size of a result follows from data."""
-        return any(
-            isinstance(step.target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in step.target.tags
-            for step in self.steps
-        )
+        return any(is_sized_by_data(step.target, map(self.dtype, step.operands[1:])) for step in self.steps)
+
+    def dtype(self, operand: Any) -> torch.dtype | None:
+        """Return the dtype of an operand; None for one that is no tensor."""
+        if isinstance(operand, Constant):
+            return operand.value.dtype
+        if isinstance(operand, InputRef):
+            return self.input_forms[operand.number][1]
+        place = self.steps[operand.number].place if isinstance(operand, StepResult) else None
+        return None if place is None else place.dtype
 
     def descriptions(self) -> Counter[tuple[Any, ...]]:
         """Return the operations on data, with their numbers, weights and constants, and how often each runs."""
@@ -257,6 +265,7 @@ class _Reader:
     def _read(self, operations: set[Node], pure: frozenset[Node]) -> Recording:
         steps: list[Step] = []
         numbers: list[ReadNumber] = []
+        at_hand: set[int] = set()
         references: dict[Node, Any] = {}
         known: dict[Node, Any] = {}
         modules_tensors: dict[Any, StepResult] = {}
@@ -276,9 +285,8 @@ class _Reader:
                 outputs: Any = map_arg(node.args[0], operand)
                 reads_arrays = any(n.name in self.arrays for n in operations)
                 forms = [(tuple(value.shape), value.dtype) for value in self.inputs]
-                return Recording(
-                    steps, outputs, numbers, reads_arrays, pure, self.traced, forms, frozenset(self.at_hand)
-                )
+                rest = reads_arrays, pure, self.traced, forms, frozenset(at_hand), len(self.at_hand)
+                return Recording(steps, outputs, numbers, *rest)
             is_step = node in operations and node.target not in NUMBER_READS
             target, args, kwargs = node.target, node.args, node.kwargs
             if is_step:
@@ -301,6 +309,7 @@ class _Reader:
             elif node in operations:
                 number = self.reads.get(node.name)
                 asked = Asked() if number is None else self.asked[number]
+                at_hand |= set() if number is None else self.at_hand[number]
                 read = references[node.args[0]], value, node.stack_trace, number
                 numbers.append(ReadNumber(*read, frozenset(asked.values)))
         raise AssertionError("a graph ends with its output")
