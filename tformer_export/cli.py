@@ -158,6 +158,14 @@ def _flag_before_each(arguments: Sequence[str], flag: str) -> Iterator[str]:
     help="Load a pickled module. Unpickling can run any code: use this only for files that you trust.",
 )
 @click.option(
+    "--trust",
+    cls=_Option,
+    heading=_SOURCE,
+    metavar="PACKAGE",
+    multiple=True,
+    help="Let a checkpoint name a factory of this package or module, which runs its code; repeatable.",
+)
+@click.option(
     "--step-input",
     cls=_Option,
     heading=_SOURCE,
@@ -325,6 +333,7 @@ def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, st
         factory=flags["factory"],
         config=flags["config"],
         trust_pickle=flags["trust_pickle"],
+        trust=flags["trust"],
         tokenizer=tokenizer is None,
         task=task.name or ("feature-extraction" if task.pooling else None),
         picture_size=_picture_size(flags["picture_size"]),

@@ -100,14 +100,14 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def plain(folder):
-    """Save a checkpoint of `Plain` in the current folder and return its name."""
+    """Save a checkpoint of `Plain` in the current folder and return the arguments that name it."""
     import factories
 
     save_checkpoint(
         factories.plain()[0], "plain.pt", factory="factories:Plain", arguments={}, tokenizer=tokenizer(),
         special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0}, max_length=20,
     )  # fmt: skip
-    return "plain.pt"
+    return "plain.pt", "--trust", "factories"
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_checkpoint_decodes_as_its_module_and_report_describes_the_file(checkpoi
 def test_options_are_recorded_in_manifest_and_report(plain, run):
     Path("letters.json").write_text(tokenizer(dict(reversed(LETTERS.items()))))
     arguments = ("--quantize", "int8", "--target", "portable", "--max-length", 15, "--task", "spelling")
-    status, err = run(plain, "-o", "out.onnx", *arguments, "--tokenizer", "letters.json", "--report", "r.json")
+    status, err = run(*plain, "-o", "out.onnx", *arguments, "--tokenizer", "letters.json", "--report", "r.json")
     assert status == 0
     assert "int8" in err
     report = json.loads(Path("r.json").read_text())
@@ -214,11 +214,11 @@ def test_pickled_module_needs_trust_pickle(folder, run, refused):
 
 def test_existing_output_is_overwritten_only_with_force_and_success(plain, run, refused):
     Path("out.onnx").write_text("old")
-    assert "exists: give --force" in refused(plain, "-o", "out.onnx")
+    assert "exists: give --force" in refused(*plain, "-o", "out.onnx")
     assert Path("out.onnx").read_text() == "old"
     refused("factories:looks_ahead", "--step-input", "tgt", "-o", "out.onnx", "--force")
     assert Path("out.onnx").read_text() == "old"
-    assert run(plain, "-o", "out.onnx", "--force")[0] == 0
+    assert run(*plain, "-o", "out.onnx", "--force")[0] == 0
     assert Model.load("out.onnx", "cpu").generate("face").token_ids
 
 
@@ -328,7 +328,7 @@ def test_unknown_step_input_is_refused(checkpoint, folder, refused):
 
 
 def test_max_length_beyond_the_position_table_is_refused(plain, refused):
-    message = refused(plain, "-o", "out.onnx", "--max-length", 21)
+    message = refused(*plain, "-o", "out.onnx", "--max-length", 21)
     assert message.startswith("the model cannot run at a length of 21")
 
 
@@ -358,7 +358,7 @@ def test_model_that_looks_ahead_is_refused_with_its_source_line(folder, refused)
 
 def test_optimize_for_is_recorded_in_manifest_and_report(plain, run):
     arguments = ("--quantize", "int4", "--optimize-for", "latency", "--report", "r.json")
-    status, err = run(plain, "-o", "out.onnx", *arguments)
+    status, err = run(*plain, "-o", "out.onnx", *arguments)
     assert status == 0
     assert "int4 for latency" in err
     report = json.loads(Path("r.json").read_text())
@@ -369,10 +369,10 @@ def test_optimize_for_is_recorded_in_manifest_and_report(plain, run):
 
 
 def test_optimize_for_without_a_choice_of_kernels_is_refused(plain, refused):
-    message = refused(plain, "-o", "out.onnx", "--optimize-for", "latency")
+    message = refused(*plain, "-o", "out.onnx", "--optimize-for", "latency")
     assert "latency chooses among kernels of quantised products" in message
     message = refused(
-        plain, "-o", "out.onnx", "--optimize-for", "latency", "--quantize", "int8", "--target", "portable"
+        *plain, "-o", "out.onnx", "--optimize-for", "latency", "--quantize", "int8", "--target", "portable"
     )
     assert "leave out either it or the target portable" in message
 
@@ -383,7 +383,7 @@ def test_loss_beyond_max_degradation_is_refused(plain, refused, monkeypatch):
         token_agreement=0.9, perplexity=3.0, perplexity_before=2.0, speed=1.0, row_difference=0.0
     )
     monkeypatch.setattr("tformer_export.quantize.apply.measure", lambda *_, **__: measured_loss)
-    message = refused(plain, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", "0.09")
+    message = refused(*plain, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", "0.09")
     assert "quantisation changes 10.0% of the tokens and 9.0% is allowed" in message
 
 

@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory):
         tokenizer=tokenizer.to_str(), special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
         max_length=24,
     )  # fmt: skip
-    yield folder / "plain.pt"
+    yield folder / "plain.pt", "--trust", "plain_model"
     sys.path.remove(str(folder))
 
 
@@ -74,7 +74,7 @@ def lines(tmp_path, monkeypatch):
 
 def test_mixed_quantization_stays_within_max_degradation(checkpoint, lines, run):
     status, err = run(
-        checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
+        *checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
         "--report", "report.json", "--plot", "mixed.png",
     )  # fmt: skip
     assert status == 0, err
@@ -101,19 +101,19 @@ def test_plot_without_matplotlib_is_refused_before_the_export(checkpoint, lines,
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    options = (checkpoint, "-o", "out.onnx", "--quantize", "mixed")
+    options = (*checkpoint, "-o", "out.onnx", "--quantize", "mixed")
     assert refused(*options, "--plot", "m.png") == "--plot needs matplotlib: pip install 'tformer[plot]'"
 
 
 def test_plot_needs_mixed_quantization(checkpoint, lines, run):
-    status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--plot", "mixed.png")
+    status, err = run(*checkpoint, "-o", "out.onnx", "--quantize", "int8", "--plot", "mixed.png")
     assert status == 2
     assert "--plot draws the mixtures of --quantize mixed" in err
 
 
 def test_int4_beyond_max_degradation_is_refused(checkpoint, lines, refused):
     options = ("--quantize", "int4", "--calibration", lines, "--max-degradation", "0.5%")
-    message = refused(checkpoint, "-o", "out.onnx", *options)
+    message = refused(*checkpoint, "-o", "out.onnx", *options)
     assert message.startswith("quantisation changes ")
     assert "of the tokens and 0.5% is allowed; no file was written: " in message
     assert "MB" in message
@@ -124,7 +124,7 @@ def test_calibration_data_changes_the_integers(checkpoint, lines, run):
     integers = {}
     for quantization in ("int8", "int4"):
         for data in ((), ("--calibration", lines)):
-            assert run(checkpoint, "-o", "out.onnx", "--quantize", quantization, *data, "--force")[0] == 0
+            assert run(*checkpoint, "-o", "out.onnx", "--quantize", quantization, *data, "--force")[0] == 0
             tensors = onnx.load("out.onnx").graph.initializer
             integers[quantization, data] = [t.raw_data for t in tensors if t.data_type in INTEGERS]
     assert len({tuple(value) for value in integers.values()}) == 4
@@ -132,40 +132,40 @@ def test_calibration_data_changes_the_integers(checkpoint, lines, run):
 
 def test_invalid_calibration_lines_and_existing_plot_are_refused(checkpoint, lines, refused):
     Path("bad.txt").write_text("abc\nabC\n")
-    options = (checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
+    options = (*checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
     assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
     assert refused(*options, "none.txt") == "there is no file none.txt to calibrate with"
     Path("mixed.png").write_text("old")
     plot = ("--quantize", "mixed", "--plot", "mixed.png")
-    assert "mixed.png exists: give --force" in refused(checkpoint, "-o", "out.onnx", *plot)
+    assert "mixed.png exists: give --force" in refused(*checkpoint, "-o", "out.onnx", *plot)
 
 
 def test_calibration_without_quantization_is_refused(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--calibration", lines)
+    message = refused(*checkpoint, "-o", "out.onnx", "--calibration", lines)
     assert "choose quantization 'int8', 'int4' or 'mixed'" in message
 
 
 @pytest.mark.parametrize("budget", ["2", "much", "0.5x", "101%"])
 def test_invalid_max_degradation_is_a_usage_error(budget, checkpoint, lines, run):
-    status, err = run(checkpoint, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", budget)
+    status, err = run(*checkpoint, "-o", "out.onnx", "--quantize", "int8", "--max-degradation", budget)
     assert status == 2
     assert "such as 1% or 0.01" in err
 
 
 def test_int8_caches_are_refused_for_the_portable_target_and_without_caches(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8", "--target", "portable")
+    message = refused(*checkpoint, "-o", "out.onnx", "--kv-cache", "int8", "--target", "portable")
     assert message == (
         "caches in int8 need onnxruntime's own operator, as measured on the CPU: leave out either them or the target "
         "portable"
     )
-    assert "no cache of this model can be int8" in refused(checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
+    assert "no cache of this model can be int8" in refused(*checkpoint, "-o", "out.onnx", "--kv-cache", "int8")
 
 
 def test_static_activation_scales_are_fitted_to_calibration_data(checkpoint, lines, run):
     scales_by_data = {}
     for data in ((), ("--calibration", lines)):
         status, err = run(
-            checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activation-scales", "static", *data, "--force",
+            *checkpoint, "-o", "out.onnx", "--quantize", "int8", "--activation-scales", "static", *data, "--force",
             "--report", "report.json",
         )  # fmt: skip
         assert status == 0, err
@@ -196,7 +196,7 @@ def test_static_activation_scales_with_mixed_quantization(checkpoint, lines, run
         "--max-degradation",
         "6%",
     )
-    status, err = run(checkpoint, "-o", "out.onnx", *options, "--report", "report.json")
+    status, err = run(*checkpoint, "-o", "out.onnx", *options, "--report", "report.json")
     assert status == 0, err
     report = json.loads(Path("report.json").read_text())
     chosen = report["mixture"]["frontier"][report["mixture"]["chosen"]]["quality"]
@@ -205,5 +205,5 @@ def test_static_activation_scales_with_mixed_quantization(checkpoint, lines, run
 
 
 def test_static_activation_scales_without_quantization_are_refused(checkpoint, lines, refused):
-    message = refused(checkpoint, "-o", "out.onnx", "--activation-scales", "static")
+    message = refused(*checkpoint, "-o", "out.onnx", "--activation-scales", "static")
     assert message == "static activation scales are for quantised products: quantize to int8 or int4 too"

@@ -21,7 +21,8 @@ without running any code that it might hold:
 ``max_length``    longest sequence that the model takes; None if the export has to set or find it
 ================= ====================================================================================================
 
-Loading a file runs nothing of it. *Building* imports the factory that it names and calls it, as an import would.
+Loading a file runs nothing of it. *Building* calls the factory that it names, which is code that the author of the
+file chose. So the factory is a module class of `tformer_models` or `torch.nn`, or is in a package that the user trusts.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 FORMAT = "tformer.checkpoint"
 VERSION = 2
 EVERY_INPUT = "*"
+OWN_PACKAGES = "tformer_models", "torch.nn"  # a file may name their module classes
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,26 @@ class Checkpoint:
     labels: Sequence[str] = ()
     chat_template: str | None = None
 
-    def build(self) -> nn.Module:
+    def build(self, trust: Sequence[str] = ()) -> nn.Module:
         """Call the factory and return the module with its weights, in eval mode.
 
-        Raises SourceError if the factory cannot be imported or called, or if its weights do not fit the file;
-        the message lists all differences.
+        trust: packages or modules of which the file may name any factory.
+
+        Raises SourceError if the factory is not trusted, cannot be imported or called, or returns no module, or if its
+        weights do not fit the file; the message lists all differences.
         """
-        make = import_callable(self.factory)
+        from torch import nn
+
+        make = _trusted_callable(self.factory, trust)
         try:
             module: nn.Module = make(**self.arguments)
-        except Exception as error:  # user code: whatever it raises means that the file cannot be built
+        except (Exception, SystemExit) as error:  # user code: whatever it raises means that the file cannot be built
+            reason = str(error) or type(error).__name__
             raise SourceError(
-                f"the factory {self.factory} failed with the arguments in the checkpoint: {error}"
+                f"the factory {self.factory} failed with the arguments in the checkpoint: {reason}"
             ) from error
+        if not isinstance(module, nn.Module):
+            raise SourceError(f"the factory {self.factory} returned {type(module).__name__}, not a module")
         load_weights(module, self.state_dict, "the checkpoint", self.factory)
         return module.eval()
 
@@ -194,11 +203,34 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _parse(source, content)
 
 
+def _trusted_callable(path: str, trust: Sequence[str]) -> Callable[..., Any]:
+    """Import a factory that a file names. Raises SourceError, before any of its code runs, if it is not trusted."""
+    from torch import nn
+
+    name, _ = _split(path)
+    if not _is_within(name, (*OWN_PACKAGES, *trust)):
+        raise SourceError(
+            f"the file names the factory {path}, whose code would run: if you trust it, say so, --trust {name} "
+            f'(trust=["{name}"] in Python)'
+        )
+    target = import_callable(path)
+    home = getattr(target, "__module__", None) or ""
+    is_module_class = isinstance(target, type) and issubclass(target, nn.Module) and _is_within(home, OWN_PACKAGES)
+    if not is_module_class and not _is_within(home, trust):
+        raise SourceError(
+            f"the file names the factory {path}, which is no module class of {' or '.join(OWN_PACKAGES)}, and is "
+            f"defined in {home or 'no module'}: if you trust it, say so, --trust {home or name}"
+        )
+    return target
+
+
+def _is_within(name: str, packages: Sequence[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
 def import_callable(path: str) -> Callable[..., Any]:
     """Import the callable ``"package.module:callable"``. Raises SourceError that names the part that does not exist."""
-    name, separator, attribute = path.partition(":")
-    if not (name and separator and attribute):
-        raise SourceError(f"{path!r} is not an import path; write it as package.module:callable")
+    name, attribute = _split(path)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -215,6 +247,13 @@ def import_callable(path: str) -> Callable[..., Any]:
     if not callable(target):
         raise SourceError(f"{path} is not callable")
     return cast(Callable[..., Any], target)
+
+
+def _split(path: str) -> tuple[str, str]:
+    name, separator, attribute = path.partition(":")
+    if not (name and separator and attribute):
+        raise SourceError(f"{path!r} is not an import path; write it as package.module:callable")
+    return name, attribute
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Tensor], owner: str, factory: str) -> None:

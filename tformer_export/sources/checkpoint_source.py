@@ -15,15 +15,18 @@ from tformer_runtime.format.manifest import OutputMeaning
 
 
 def from_checkpoint(
-    path: str | os.PathLike[str], step_input: str | None = None, head: Sequence[str] | None = None
+    path: str | os.PathLike[str],
+    step_input: str | None = None,
+    head: Sequence[str] | None = None,
+    trust: Sequence[str] = (),
 ) -> Source:
-    """Load a checkpoint.
+    """Load a checkpoint. trust: packages or modules of which it may name any factory.
 
     The required parameters of forward are token ids, (batch, time), or numbers (batch, time, features) of a forecaster.
     Raises SourceError for a step input that forward does not have.
     """
     checkpoint = load_checkpoint(path)
-    module = checkpoint.build()
+    module = checkpoint.build(trust)
     example = (
         example_ids(module)
         if checkpoint.series is None

@@ -80,7 +80,7 @@ def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
         pass
     try:
         return make(**arguments)
-    except Exception as error:  # user code: whatever it raises means that there is nothing to export
+    except (Exception, SystemExit) as error:  # user code: whatever it raises means that there is nothing to export
         raise SourceError(f"the factory {spec} failed: {type(error).__name__}: {error}") from error
 
 

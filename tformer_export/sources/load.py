@@ -43,6 +43,7 @@ def load_source(
     factory: str | None = None,
     config: str | os.PathLike[str] | None = None,
     trust_pickle: bool = False,
+    trust: Sequence[str] = (),
     tokenizer: bool = True,
     task: str | None = None,
     head: Sequence[str] | None = None,
@@ -55,6 +56,7 @@ def load_source(
     revision: a branch, tag or commit of a model of the hub.
     config: a JSON file with the factory's keyword arguments.
     trust_pickle: load pickled objects, which runs the code that they name.
+    trust: packages or modules of which a checkpoint may name any factory, which runs its code.
     tokenizer: whether to read the tokenizer of a folder.
     head: submodules that are applied to the first output of forward.
     task: the task for which to load a folder; by default that of its class.
@@ -94,4 +96,4 @@ def load_source(
             load_checkpoint(path)
         except SourceError:
             return from_pickle(path, step_input, head)
-    return from_checkpoint(path, step_input, head)
+    return from_checkpoint(path, step_input, head, trust)

@@ -1,5 +1,6 @@
 """Checkpoints: a round trip keeps all fields, invalid files are refused, and no code of a file is executed."""
 
+import re
 import subprocess
 import sys
 
@@ -190,6 +191,59 @@ def test_error_names_a_missing_factory(saved, factory, message):
     change(saved, factory=factory)
     with pytest.raises(SourceError, match=message):
         load_checkpoint(saved).build()
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """Return the name of an importable module that writes a file when it is imported, and the file."""
+    trace = tmp_path / "trace"
+    (tmp_path / "stranger.py").write_text(
+        f"import os, subprocess, torch\nopen({str(trace)!r}, 'a').close()\n"
+        "class Model(torch.nn.Module):\n    pass\n"
+        "def make():\n    return Model()\ndef ends():\n    raise SystemExit(3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield trace
+    sys.modules.pop("stranger", None)
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "trust"),
+    [
+        ("subprocess:check_output", {"args": ["touch", "TRACE"]}, []),
+        ("os:system", {"command": "touch TRACE"}, []),
+        ("os:abort", {}, []),
+        ("stranger:Model", {}, []),
+        ("stranger.Model:make", {}, []),
+        ("stranger:make", {}, ["strange", "stranger.models", "tformer_models"]),
+        ("tformer_models.cli:main", {}, []),
+        ("tformer_models.curves:os.system", {"command": "touch TRACE"}, []),
+        ("tformer_models.recipe:Path.write_text", {"self": "TRACE", "data": ""}, []),
+        ("torch.nn:Module.__class__", {"x": 1}, []),
+        ("torch:load", {"f": "TRACE"}, []),
+        ("torch.nn.functional:linear", {}, []),
+    ],
+)
+def test_factory_that_nobody_trusts_is_not_called(saved, stranger, factory, arguments, trust):
+    arguments = {name: eval(repr(value).replace("TRACE", str(stranger))) for name, value in arguments.items()}
+    change(saved, factory=factory, arguments=arguments)
+    with pytest.raises(
+        SourceError, match=rf"names the factory {re.escape(factory)}.*: if you trust it, say so, --trust"
+    ):
+        load_checkpoint(saved).build(trust)
+    assert not stranger.exists()
+
+
+def test_trusted_factory_is_called(saved, stranger):
+    change(saved, factory="stranger:make", arguments={}, state_dict={})
+    assert type(load_checkpoint(saved).build(["stranger"])).__name__ == "Model"
+    assert stranger.exists()
+    change(saved, factory="stranger:subprocess.check_output", arguments={"args": ["true"]})
+    with pytest.raises(SourceError, match="--trust subprocess"):
+        load_checkpoint(saved).build(["stranger"])
+    change(saved, factory="stranger:ends", arguments={})
+    with pytest.raises(SourceError, match="the factory stranger:ends failed with the arguments in the checkpoint: 3"):
+        load_checkpoint(saved).build(["stranger"])
 
 
 def test_error_names_a_failing_factory_and_its_reason(saved):

@@ -111,7 +111,7 @@ def test_classifier_checkpoint_matches_pytorch(tmp_path):
     )  # fmt: skip
     labels = ["no", "perhaps", "yes"]
     report = export(
-        load_source(tmp_path / "model.pt"), tmp_path / "x.onnx",
+        load_source(tmp_path / "model.pt", trust=[__name__]), tmp_path / "x.onnx",
         task=Task("text-classification", labels=labels, problem_type="multi_label_classification"),
     )  # fmt: skip
     model = Model.load(tmp_path / "x.onnx", "cpu")
