@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError, with_input_number
-from tformer_runtime.base.validation import check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.drafting import check_draft
 from tformer_runtime.decoding.generator import Generator, generate_all
@@ -200,7 +200,7 @@ class Model:
         Other arguments and errors as of `generate`. An InputError has the number of its input, from 1.
         """
         check_int("batch_size", batch_size)
-        check_int("workers", workers)
+        check_int("workers", workers, maximum=MAX_THREADS)
         settings = self.settings(options, overrides)
         generator = self.generator
         base = self._prompt_prefix(prefix)

@@ -14,6 +14,7 @@ pooling              one vector for each row of an encoder; pooled_module: the m
 chat_template        the chat template of a model
 reference_pipelines  the source's own results for tasks of single tokens, for verification
 switched_adapters    several PEFT adapters in one model, switched by row
+untrusted_files      files of a source: regular, bounded, inside their folder
 outcome              the meaning of outputs, by the caller's task
 finish               the caller's overrides of a source
 pictures/            modules around models that read pictures in their prompt

@@ -120,7 +120,7 @@ def _arguments(config: Path | None) -> dict[str, Any]:
         arguments = json.loads(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"--config {config} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"--config {config} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
         raise OptionError(

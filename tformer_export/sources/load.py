@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tformer_export.common.checkpoint import load_checkpoint
+from tformer_export.common.source_lines import error_summary
 from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
 from tformer_export.sources.factory import from_factory, from_pickle, from_state
 from tformer_export.sources.hugging_face.folder import folder_of_weights, from_folder, is_weights_file
 from tformer_export.sources.hugging_face.hub import download, is_hub_id
-from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_export.sources.untrusted_files import refuse_special_files
+from tformer_runtime.base.errors import OptionError, SourceError, TformerError
 
 
 def find_source(spec: str | os.PathLike[str], revision: str | None = None, factory: str | None = None) -> str:
@@ -65,6 +67,26 @@ def load_source(
     Raises SourceError for a model that cannot be loaded, OptionError for arguments that do not fit it.
     """
     text = find_source(spec, revision, factory)
+    try:
+        return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, picture_size)
+    except TformerError:
+        raise
+    except Exception as error:  # a damaged file leads the code that reads it into any error
+        raise SourceError(f"{text} cannot be read as a model: {error_summary(error)}") from error
+
+
+def _load(
+    text: str,
+    step_input: str | None,
+    factory: str | None,
+    config: str | os.PathLike[str] | None,
+    trust_pickle: bool,
+    trust: Sequence[str],
+    tokenizer: bool,
+    task: str | None,
+    head: Sequence[str] | None,
+    picture_size: tuple[int, int] | None,
+) -> Source:
     path = Path(text)
     settings = None if config is None else Path(config)
     is_factory = not path.exists() and ":" in text
@@ -83,6 +105,7 @@ def load_source(
             f"there is no file or folder {text}: name a checkpoint, a Hugging Face folder or its hub's org/name, "
             "or module:factory"
         )
+    refuse_special_files(path)
     if path.is_dir():
         return from_folder(path, step_input, tokenizer, task, picture_size)
     if is_program(path):

@@ -22,6 +22,7 @@ from torch import nn
 from tformer_export.sources.base import Source
 from tformer_export.sources.pooled_module import POOLS, Pipeline
 from tformer_export.sources.pooling import with_pooling
+from tformer_export.sources.untrusted_files import inside, read_json
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import OutputMeaning
 
@@ -72,10 +73,10 @@ def with_modules(folder: Path, source: Source) -> Source:
 
     Raises SourceError for modules that are not supported.
     """
-    listed = _json(folder / MODULES)
+    listed = read_json(folder / MODULES)
     try:
-        kinds = [(str(entry["type"]).rsplit(".", 1)[-1], folder / str(entry["path"])) for entry in listed]
-    except (TypeError, KeyError) as error:
+        kinds = [(str(entry["type"]).rsplit(".", 1)[-1], inside(folder, entry["path"], MODULES)) for entry in listed]
+    except (TypeError, KeyError, IndexError) as error:
         raise SourceError(f"{folder / MODULES} is not a list of modules with a type and a path") from error
     pools: list[str] = []
     layers: list[nn.Module] = []
@@ -93,13 +94,13 @@ def with_modules(folder: Path, source: Source) -> Source:
             normalize = True
         elif kind != "Dropout":  # it has no effect in eval mode
             raise _refused(folder, kind, "at all")
-    settings = _json(folder / "config_sentence_transformers.json", missing={})
+    settings = read_json(folder / "config_sentence_transformers.json", missing={})
     where = next((path for kind, path in kinds if kind == "Pooling"), folder)
     prompt = (settings.get("prompts") or {}).get(settings.get("default_prompt_name") or "", "")
     source = _in_lower_case(folder, source)
     if not pools:
         return source
-    if prompt and not _json(where / "config.json").get("include_prompt", True):
+    if prompt and not read_json(where / "config.json").get("include_prompt", True):
         raise _refused(folder, "Pooling", "without the tokens of its default prompt")
     source = with_pooling(source, pools, nn.Sequential(*layers).eval() if layers else None, normalize)
     if prompt:
@@ -113,13 +114,13 @@ def with_modules(folder: Path, source: Source) -> Source:
 
 def length_limit(folder: Path) -> int | None:
     """Return the maximum number of tokens of a text; None if the folder does not state it."""
-    limit = _json(folder / _CONFIG, missing={}).get("max_seq_length")
+    limit = read_json(folder / _CONFIG, missing={}).get("max_seq_length")
     return limit if isinstance(limit, int) else None
 
 
 def _in_lower_case(folder: Path, source: Source) -> Source:
     """Lower the case of texts, if the folder requires it."""
-    config = _json(folder / _CONFIG, missing={})
+    config = read_json(folder / _CONFIG, missing={})
     if not config.get("do_lower_case"):
         return source
     texts = {}
@@ -142,7 +143,7 @@ def _prompted(answer: Pipeline | None, prompt: str) -> Pipeline | None:
 
 
 def _pools(folder: Path, path: Path) -> list[str]:
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json")
     named = config.get("pooling_mode")
     if named is None:
         named = [pool for flag, pool in _FLAGS.items() if config.get(flag)] or ["mean"]
@@ -155,12 +156,13 @@ def _pools(folder: Path, path: Path) -> list[str]:
 
 def _dense(folder: Path, path: Path) -> nn.Module:
     """Load a linear layer with its activation."""
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json")
     text = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = getattr(nn, text.rsplit(".", 1)[-1], None) if text.startswith("torch.nn.") else None
     if (
         config.get("use_residual")
-        or activation is None
+        or not isinstance(activation, type)
+        or not issubclass(activation, nn.Module)
         or config.get("module_input_name", "sentence_embedding") != "sentence_embedding"
     ):
         raise _refused(folder, "Dense", f"with this configuration: {json.dumps(config)}")
@@ -192,14 +194,3 @@ def _refused(folder: Path, kind: str, where: str) -> SourceError:
         "pooling, dense layers and a normalisation, in this order; otherwise export only the transformer (its own "
         "config.json)"
     )
-
-
-def _json(path: Path, missing: Any = None) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if missing is not None:
-            return missing
-        raise SourceError(f"there is no {path}") from error
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error

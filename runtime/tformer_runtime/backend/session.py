@@ -29,6 +29,7 @@ from tformer_runtime.base.errors import (
     OutOfMemoryError,
     TformerError,
 )
+from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
@@ -71,11 +72,11 @@ class Session:
             spin, which is fast on an idle machine. Choose fewer if other processes use the cores (see
             docs/design/kernels.md).
         split_stages: whether each stage has its own session; by default on CUDA only.
-        Raises ModelFileError, DeviceError, MissingExtraError.
+        Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(path)
-        self.threads = threads
+        self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
         self._ort = _onnxruntime()
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}

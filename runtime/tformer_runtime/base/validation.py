@@ -10,6 +10,8 @@ import numpy as np
 
 from tformer_runtime.base.errors import OptionError
 
+MAX_INT = 2**31 - 1  # of any option
+MAX_THREADS = 1024  # more would only wait for each other
 MAX_TIMEOUT_SECONDS = 1_000_000  # about 11 days
 
 
@@ -25,11 +27,14 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_int(name: str, value: Any, minimum: int = 1) -> int:
-    """Return an integer value of at least `minimum` as int. Raise OptionError for any other value."""
+def check_int(name: str, value: Any, minimum: int = 1, maximum: int = MAX_INT) -> int:
+    """Return an integer value from `minimum` to `maximum` as int. Raise OptionError for any other value."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise invalid_value(name, f"a whole number of at least {minimum}", value)
-    return int(value)
+    number = int(value)
+    if number > maximum:
+        raise invalid_value(name, f"a whole number of at most {maximum:,}", number)
+    return number
 
 
 def check_seconds(name: str, value: Any) -> float:

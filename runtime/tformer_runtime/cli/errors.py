@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import click
 
-from tformer_runtime.base.errors import TformerError
+from tformer_runtime.base.errors import OutputError, TformerError
 
 INTERRUPTED = 128 + signal.SIGINT
+MAX_QUOTED = 200  # characters of an error's text
+_FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG
 
 
 @contextlib.contextmanager
@@ -24,29 +28,67 @@ def errors_as_sentences(
     sentence_of: Callable[[TformerError], str] = str,
     interrupted: str = "interrupted",
 ) -> Iterator[None]:
-    """Write each error as one sentence to standard error, and exit.
+    """Write each error as one sentence to standard error, and exit. Flush standard output.
 
-    The status is 1 for a TformerError and 130 for an interruption. Status 2 is click's, for a command line that it
-    cannot parse.
+    The status is 1 for an error and 130 for an interruption. Status 2 is click's, for a command line that it cannot
+    parse. The traceback of an error that nobody foresaw is written to a file, which the sentence names.
 
     verbose: write the traceback before the sentence.
     interrupted: the sentence for an interruption.
     """
     try:
+        if sys.stdout is None or sys.stdout.closed:
+            raise OutputError("standard output is closed: redirect it to a file, or to /dev/null")
         yield
+        sys.stdout.flush()
     except TformerError as error:
         _fail(command, sentence_of(error), error, 1, verbose)
     except BrokenPipeError:
-        # The reader of the results has gone. Without this, Python would report that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of the results has gone.
+        _discard_output()
         sys.exit(1)
     except KeyboardInterrupt as error:
         _fail(command, interrupted, error, INTERRUPTED, verbose)
+    except (click.exceptions.ClickException, click.exceptions.Exit):
+        raise
+    except click.exceptions.Abort as error:
+        _fail(command, interrupted, error, INTERRUPTED, verbose)
+    except OSError as error:
+        if error.errno not in _FULL:
+            _fail(command, _unforeseen(command, error), error, 1, verbose)
+        _discard_output()
+        _fail(command, f"the results cannot be written: {error.strerror}", error, 1, verbose)
+    except Exception as error:
+        _fail(command, _unforeseen(command, error), error, 1, verbose)
+
+
+def _discard_output() -> None:
+    """Let standard output lead nowhere. Otherwise Python would report its error again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unforeseen(command: str, error: Exception) -> str:
+    """Write the traceback of an error to a new file, and return the sentence that names it."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    summary = f"{type(error).__name__}: {text[:MAX_QUOTED]}" if text else type(error).__name__
+    try:
+        handle, path = tempfile.mkstemp(prefix=f"{command}-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return f"an error that was not foreseen, {summary}: run it with --verbose and report the traceback"
+    return f"an error that was not foreseen, {summary}: please report the traceback, which is in {path}"
 
 
 def _fail(command: str, sentence: str, error: BaseException, status: int, verbose: bool) -> NoReturn:
     if verbose:
-        click.echo("".join(traceback.format_exception(error)), nl=False, err=True)
+        _write("".join(traceback.format_exception(error)))
     notes = getattr(error, "__notes__", ())
-    click.echo(f"{command}: {' '.join('; '.join((sentence, *notes)).split())}", err=True)
+    _write(f"{command}: {' '.join('; '.join((sentence, *notes)).split())}\n")
     sys.exit(status)
+
+
+def _write(text: str) -> None:
+    """Write a text to standard error, if there is one. Half characters, as of file names, are escaped."""
+    with contextlib.suppress(OSError, ValueError):
+        click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"), nl=False, err=True)

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, OptionError, TformerError, with_input_number
+from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences
 from tformer_runtime.cli.generation import Generation
 from tformer_runtime.cli.input_lines import InputLines, progress_bar
@@ -34,7 +35,8 @@ from tformer_runtime.tasks.settings import Flag, value_of
 
 KINDS: tuple[type[Generation] | type[BaseTask], ...] = (Generation, *TASKS)
 MAX_DEFAULT_WORKERS = 8  # Python code of the workers runs one thread at a time
-_AT_LEAST_1 = click.IntRange(min=1)
+_AT_LEAST_1 = click.IntRange(1, MAX_INT)
+_THREADS = click.IntRange(1, MAX_THREADS)
 
 
 @click.command(cls=Command, kinds=KINDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,7 +56,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--threads",
     metavar="N",
-    type=_AT_LEAST_1,
+    type=_THREADS,
     help="Compute an operator with N threads.  [default: one per core; 1 with workers]",
 )
 @click.option(
@@ -66,7 +68,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option(
     "--workers",
     metavar="N",
-    type=_AT_LEAST_1,
+    type=_THREADS,
     help="Compute N batches at the same time.  [default: 1 for INPUT arguments; else one per core, at most 8]",
 )
 @click.option("--ids", is_flag=True, help="Inputs, results and --forced-prefix are token ids with spaces between.")

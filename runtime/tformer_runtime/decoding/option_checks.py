@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.base.validation import check_int, invalid_value
+from tformer_runtime.base.validation import MAX_INT, check_int, invalid_value
 
 if TYPE_CHECKING:
     from tformer_runtime.engine.engine import Engine
@@ -36,8 +36,8 @@ class HasEngine(Protocol):
     def engine(self) -> Engine: ...
 
 
-def whole_number(minimum: int) -> Check:
-    return lambda name, value: check_int(name, value, minimum)
+def whole_number(minimum: int, maximum: int = MAX_INT) -> Check:
+    return lambda name, value: check_int(name, value, minimum, maximum)
 
 
 def number(description: str, holds: Callable[[float], bool] = lambda _: True) -> Check:
@@ -125,6 +125,8 @@ def json_schema(name: str, value: Any) -> str:
     try:
         schema = json.loads(value) if isinstance(value, str) else value
         as_text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise OptionError(f"{name} is nested too deeply", option=name) from error
     except (TypeError, ValueError):
         schema = None
     if not isinstance(schema, Mapping):

@@ -45,6 +45,8 @@ from tformer_runtime.decoding.option_checks import Check, EarlyStopping, HasEngi
 
 Constraint = Literal["regex", "json_schema", "grammar", "choices"]
 
+MAX_WIDTH = 4096  # rows of a request: each has a cache of its own
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _GROUPS = ("num_beam_groups", "diversity_penalty")
 _DRAFT = ("prompt_lookup", "draft_model", "num_draft_tokens")
@@ -142,12 +144,17 @@ class GenerationOptions:
         int,
     )
     num_beams: int | None = _option(
-        BEAM_SEARCH, "Keep this many hypotheses at each step; 1 is greedy.", check.whole_number(1), 1, "N", int
+        BEAM_SEARCH,
+        "Keep this many hypotheses at each step; 1 is greedy.",
+        check.whole_number(1, MAX_WIDTH),
+        1,
+        "N",
+        int,
     )
     num_return_sequences: int | None = _option(
         BEAM_SEARCH,
         "Return this many results for each input: the best hypotheses of beam search, or samples.",
-        check.whole_number(1),
+        check.whole_number(1, MAX_WIDTH),
         1,
         "N",
         int,
@@ -155,7 +162,7 @@ class GenerationOptions:
     length_penalty: float | None = _option(
         BEAM_SEARCH,
         "Divide the log-probability of a hypothesis by length ** X.",
-        check.number("a number"),
+        check.number("a number from -50 to 50", lambda x: -50 <= x <= 50),
         1.0,
         "X",
         float,
@@ -172,7 +179,7 @@ class GenerationOptions:
     patience: float | None = _option(
         BEAM_SEARCH,
         "Set how many complete hypotheses are enough: X times `num_beams`, rounded (Kasai et al. 2022).",
-        check.number("more than 0", lambda x: x > 0),
+        check.number("more than 0 and at most 1000", lambda x: 0 < x <= 1000),
         1.0,
         "X",
         float,
@@ -225,7 +232,7 @@ class GenerationOptions:
         SAMPLING,
         "Seed the random numbers. With a seed, an input draws the same tokens in each run where it has the same "
         "number, whatever else the batch holds.",
-        check.whole_number(0),
+        check.whole_number(0, 2**64 - 1),
         None,
         "N",
         int,
@@ -538,6 +545,10 @@ class Settings:
             raise OptionError(
                 f"num_draft_tokens={settings.num_draft_tokens} needs prompt_lookup or a draft_model: set one of them",
                 option="num_draft_tokens",
+            )
+        if "seed" in caller and "temperature" not in caller and not settings.sampling:
+            raise OptionError(
+                f"seed={settings.seed} changes nothing without sampling: set a temperature", option="seed"
             )
         settings._check()
         return settings

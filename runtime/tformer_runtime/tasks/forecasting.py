@@ -23,7 +23,7 @@ from tformer_runtime.base.errors import (
     UnsupportedCallError,
     with_input_number,
 )
-from tformer_runtime.base.validation import check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
@@ -119,7 +119,7 @@ class Forecaster:
     ) -> Iterator[Forecast]:
         """Yield the forecasts of any number of histories, in their order. Arguments as of `Model.forecast_batch`."""
         check_int("batch_size", batch_size)
-        check_int("workers", workers)
+        check_int("workers", workers, maximum=MAX_THREADS)
         steps = self.steps(horizon)
 
         def read(index: int, history: npt.ArrayLike) -> ForecastRequest:

@@ -19,7 +19,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, with_input_number
-from tformer_runtime.base.validation import check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.step_outputs import crop
@@ -98,7 +98,7 @@ def run_single_pass(
     Raise an InputError for an input, with its number from 1, after the results of the inputs before it.
     """
     check_int("batch_size", batch_size)
-    check_int("workers", workers)
+    check_int("workers", workers, maximum=MAX_THREADS)
     runner: BatchRunner[SinglePassInput, SinglePassRequest] = BatchRunner(
         lambda inputs: _make_batches(engine, [request for item in inputs for request in item.requests], batch_size),
         partial(_run_batch, engine, select_outputs),

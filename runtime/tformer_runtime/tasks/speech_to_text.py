@@ -19,7 +19,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, TformerError, with_input_number
-from tformer_runtime.base.validation import check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.ordered import BatchRunner, WindowLimits, in_order
@@ -258,7 +258,7 @@ class Transcriber:
         """
         settings = self.task.settings(values)
         check_int("batch_size", batch_size)
-        check_int("workers", workers)
+        check_int("workers", workers, maximum=MAX_THREADS)
 
         def make_batches(recordings: Sequence[_Recording]) -> list[Sequence[_Recording]]:
             return [recordings[first : first + batch_size] for first in range(0, len(recordings), batch_size)]

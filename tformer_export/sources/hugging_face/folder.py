@@ -56,6 +56,7 @@ from tformer_export.sources.tokenizer import (
     read_chat_tokens,
     read_tokenizers,
 )
+from tformer_export.sources.untrusted_files import refuse_outside_weights, refuse_special_files
 from tformer_runtime.base.errors import MissingExtraError, SourceError
 from tformer_runtime.format.manifest import SpecialTokens
 
@@ -190,6 +191,8 @@ def _load(
 
     if not (folder / "config.json").exists():
         raise SourceError(f"{folder} is not a Hugging Face folder: it holds no config.json")
+    refuse_special_files(folder)
+    refuse_outside_weights(folder)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     loading = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     packed: Mapping[str, PackedWeight] = {}

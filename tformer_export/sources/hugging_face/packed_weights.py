@@ -15,7 +15,6 @@ https://github.com/AutoGPTQ/AutoGPTQ, https://github.com/casper-hansen/AutoAWQ (
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.packed_weights import BLOCKS, PackedWeight
+from tformer_export.sources.untrusted_files import read_json
 from tformer_runtime.base.errors import SourceError
 
 _GPTQ, _AWQ = "gptq", "awq"
@@ -209,9 +209,7 @@ def _read_state(folder: Path) -> dict[str, torch.Tensor]:
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if any(Path(name).name != name for name in names):
-            raise SourceError(f"{index.name} names files outside of the folder")
+        names = sorted(set(read_json(index)["weight_map"].values()))
     elif single.exists():
         names = [single.name]
     else:

@@ -9,7 +9,6 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import importlib.util
-import json
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.sources.base import Source
 from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_export.sources.task_names import ANSWERS, CLASSIFIES, FEATURES, GENERATES, LABELS_TOKENS, TRANSLATES
+from tformer_export.sources.untrusted_files import read_json, refuse_special_files
 from tformer_runtime.base.errors import MissingExtraError, SourceError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -210,10 +210,8 @@ def read_adapter(folder: Path) -> PeftAdapter:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from safetensors import SafetensorError, safe_open
 
-    try:
-        settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{folder / CONFIG} cannot be read: {_first_line(error)}") from error
+    refuse_special_files(folder)
+    settings = read_json(folder / CONFIG)
     if not isinstance(settings, dict):
         raise SourceError(f"{folder / CONFIG} must hold a JSON object")
     if not (folder / WEIGHTS).is_file():

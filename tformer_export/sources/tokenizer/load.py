@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -14,6 +13,7 @@ from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.tokenizer.candidates import candidate_tokenizers
 from tformer_export.sources.tokenizer.check import find_difference
 from tformer_export.sources.tokenizer.reference import CandidateTokenizer, ReferenceTokenizer
+from tformer_export.sources.untrusted_files import read_json
 from tformer_runtime.base.errors import SourceError
 
 _FILES = re.compile(r"token|vocab|merges|spiece|sentencepiece|bpe|\.spm$|\.model$|\.tiktoken$", re.IGNORECASE)
@@ -94,7 +94,7 @@ def read_chat_template(folder: Path) -> str | None:
     try:
         if file.exists():
             return file.read_text(encoding="utf-8")
-        template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.exists() else None
+        template = read_json(config, missing={}).get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise SourceError(f"the chat template in {folder} cannot be read: {error}") from error
     if isinstance(template, list):  # several, by name

@@ -1,0 +1,79 @@
+"""Files of a source, which may come from a stranger: regular files of a bounded size, inside their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePath, PureWindowsPath
+from typing import Any
+
+from tformer_runtime.base.errors import SourceError
+
+MAX_JSON = 1 << 28  # bytes: the largest tokenizers take some 30 MB
+INDICES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def refuse_special_files(path: Path) -> None:
+    """Raise SourceError if a path, or an entry of a folder, is a named pipe, a device or a socket: it may never end."""
+    entries: Iterable[Path] = (path, *path.iterdir()) if path.is_dir() else (path,)
+    for entry in entries:
+        try:
+            kind = _KINDS.get(stat.S_IFMT(os.stat(entry).st_mode))
+        except OSError:  # a link to a file that is gone
+            continue
+        if kind is not None:
+            raise SourceError(f"{entry} is {kind}: a model is read from regular files")
+
+
+def inside(folder: Path, name: Any, named_by: str) -> Path:
+    """Return folder / name. Raises SourceError for a name that leads out of the folder.
+
+    named_by: the file that holds the name. Links are followed: the owner of the file system made them.
+    """
+    text = str(name)
+    path = PurePath(text)
+    if path.is_absolute() or PureWindowsPath(text).anchor or ".." in path.parts or "\0" in text:
+        raise SourceError(f"{folder / named_by} names {text!r}, which is outside of its folder")
+    return folder / path
+
+
+def refuse_outside_weights(folder: Path) -> None:
+    """Raise SourceError if an index of weights names a file outside of the folder, or is damaged."""
+    for index in INDICES:
+        if not (folder / index).exists():
+            continue
+        content = read_json(folder / index)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict):
+            raise SourceError(f"{folder / index} holds no weight_map, the file of each weight")
+        for name in dict.fromkeys(map(str, names.values())):
+            inside(folder, name, index)
+
+
+def read_json(path: Path, missing: Any = None) -> Any:
+    """Read a JSON file. missing: the value for a file that does not exist; None to refuse it.
+
+    Raises SourceError for a file that is missing, special, too large, damaged or nested too deeply.
+    """
+    refuse_special_files(path)
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise SourceError(f"{path} has {size:,} bytes, and at most {MAX_JSON:,} are read")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if missing is not None:
+            return missing
+        raise SourceError(f"there is no {path}") from error
+    except RecursionError as error:
+        raise SourceError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read: {error}") from error
