@@ -260,7 +260,7 @@ def stage_model(analysed: AnalysedModel, target: Target) -> StagedModel:
     """
     graph = analysed.graph
     values = run_probe(graph, analysed.inputs)
-    refuse_not_finite(graph, values, analysed.source.module)
+    refuse_not_finite(graph, values, analysed.source)
     if graph.step is None:
         return _stage_single_pass(analysed, values)
     check_step_input(graph, analysed.inputs)

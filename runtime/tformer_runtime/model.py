@@ -636,7 +636,8 @@ class Model:
         if self.manifest.decode is None:
             offers = self._only_task.call
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) is a single-pass model: it cannot {call}; call {offers}"
+                f"this model ({self.manifest.task}) is a single-pass model: it cannot {call}; call {offers}, or export "
+                "it with the step_input that it decodes"
             )
 
     def _must_generate(self, call: str) -> None:

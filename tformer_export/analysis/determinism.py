@@ -167,7 +167,7 @@ def refuse_half(captured: CapturedGraph) -> None:
             )
 
 
-def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], module: nn.Module) -> None:
+def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], source: Source) -> None:
     """Refuse an output that holds NaN, or no finite number, and name the operation where it arises.
 
     −inf alone is allowed, because masks have it.
@@ -177,7 +177,7 @@ def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], modul
         return
     nan_weights = [
         users_name(name)
-        for name, weight in (*module.named_parameters(), *module.named_buffers())
+        for name, weight in (*source.module.named_parameters(), *source.module.named_buffers())
         if weight.is_floating_point() and weight.isnan().any()
     ]
     if nan_weights:
@@ -187,6 +187,9 @@ def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], modul
             f"nothing to compare "
             "with; load a checkpoint that holds numbers"
         )
+    hint = ""
+    if source.masks:
+        hint = ". If a described mask is true at the padding, as those of nn.Transformer are, say keep=False"
     is_lost = _has_nan if output.isnan().any() else _all_infinite
     node = next(n for n in captured.nodes if n.op == "call_function" and is_lost(values[n]))
     kind = "NaN" if is_lost is _has_nan else "infinite"
@@ -197,6 +200,7 @@ def refuse_not_finite(captured: CapturedGraph, values: Mapping[Node, Any], modul
         f"the model's output is not finite for random ids: the values first become {kind} in {describe_node(node)}, so "
         "there is nothing to compare with. Keep them finite there: a row of attention whose keys are all masked, an "
         "overflow, a division by zero and a logarithm or root of a negative number are the usual causes"
+        f"{hint}"
     )
 
 
@@ -277,6 +281,7 @@ def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception)
         return SourceError(
             _ids_out_of_range(again)
             or f"forward fails by itself on the example, at {line_of_error(again)}: {error_summary(again)}"
+            + ("; ids are whole numbers, torch.int64" if "following scalar types: Long, Int" in str(again) else "")
             + _described_masks(source)
         )
     sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in sized.items())

@@ -103,6 +103,11 @@ def check_logits(captured: CapturedGraph, values: Mapping[Node, Any]) -> None:
             f"forward returns probabilities, at {source_line(captured.output)}: they are not negative and sum to 1 at "
             "every position. Return the logits, or the log-probabilities (log_softmax), from which they follow"
         )
+    if bool(((output >= 0) & (output <= 1)).all()):
+        raise UnsupportedModelError(
+            f"forward returns numbers from 0 to 1 alone, at {source_line(captured.output)}, as a sigmoid gives: return "
+            "the logits before it"
+        )
 
 
 def _wide_output(captured: CapturedGraph, source: Source, ids: int) -> str | int | None:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from tformer_export.capture.trace_patches import SizeFractionError
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error
+from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
@@ -167,6 +167,12 @@ def explain_trace(
         return (
             f"forward reads a number out of its data into Python, at {line_of_error(error)}. A file has no Python: "
             "keep the number a tensor, and let no size depend on it"
+        )
+    if "is mutated in the forward method" in text:
+        name = users_name(text.split("Constant ", 1)[-1].split(" is mutated")[0])
+        return (
+            f"forward writes into {name}, a tensor of its own, and reads numbers there that it did not write in this "
+            "call. Call it as for a new sequence, such as start_pos=0 in fixed_arguments"
         )
     if "Constraints violated" in text or "specialized" in text:
         return _explain_fixed(text, module, example, step, watch)

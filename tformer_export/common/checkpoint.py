@@ -269,8 +269,8 @@ def _parse(source: Path, content: Any) -> Checkpoint:
 
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise SourceError(
-            f"{source} is a PyTorch file but not a tformer checkpoint; write one with save_checkpoint(), or name a "
-            "factory to load it with"
+            f"{source} is a PyTorch file but not a tformer checkpoint: name the function that makes its module, "
+            "--factory MODULE:FUNCTION, or write a checkpoint with save_checkpoint()"
         )
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:

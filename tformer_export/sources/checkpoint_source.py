@@ -9,6 +9,7 @@ from dataclasses import replace
 from tformer_export.common.checkpoint import EVERY_INPUT, load_checkpoint
 from tformer_export.sources.base import Source, parse_special_tokens
 from tformer_export.sources.chat_template import with_template
+from tformer_export.sources.factory import see_current_folder
 from tformer_export.sources.torch_module import example_ids, example_numbers, from_module, has_fixed_length
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import OutputMeaning
@@ -26,6 +27,8 @@ def from_checkpoint(
     Raises SourceError for a step input that forward does not have.
     """
     checkpoint = load_checkpoint(path)
+    if trust:
+        see_current_folder()
     module = checkpoint.build(trust)
     example = (
         example_ids(module)

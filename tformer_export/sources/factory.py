@@ -56,7 +56,7 @@ def from_state(
 
 def from_pickle(path: Path, step_input: str | None = None, head: Head = None) -> Source:
     """Load a module that was pickled as a whole. This runs the code that the file names."""
-    _see_current_folder()
+    see_current_folder()
     try:
         result = torch.load(path, weights_only=False, map_location="cpu")
     except Exception as error:  # unpickling runs any code, which raises anything
@@ -69,7 +69,7 @@ def from_pickle(path: Path, step_input: str | None = None, head: Head = None) ->
 
 
 def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
-    _see_current_folder()
+    see_current_folder()
     make = import_callable(spec)
     try:
         inspect.signature(make).bind(**arguments)
@@ -130,7 +130,7 @@ def _arguments(config: Path | None) -> dict[str, Any]:
     return arguments
 
 
-def _see_current_folder() -> None:
+def see_current_folder() -> None:
     """Add the current folder, which may hold the user's model, to the import path. A console script lacks it."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

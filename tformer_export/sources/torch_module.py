@@ -46,9 +46,14 @@ def from_module(
 
     Raises SourceError if the arguments do not fit the parameters of forward.
     """
+    _check_types(module, example)
     described, fixed = dict(masks or {}), dict(fixed_arguments or {})
     callable_ = callable_module(module, {*example, *described, *fixed})
     callable_, tensors = open_containers(callable_, example, {*described, *fixed})
+    if step_input is not None and step_input not in tensors:
+        raise SourceError(
+            f"step_input={step_input!r} is not in the example, which has {', '.join(tensors) or 'nothing'}"
+        )
     one_row = takes_one_row(tensors, step_input, axes or {})
     numbers = [n for n, own in (axes or {}).items() if n in tensors and tensors[n].dim() == 1 and tuple(own) == (0,)]
     tensors = {name: value.unsqueeze(1) if name in numbers else value for name, value in tensors.items()}
@@ -334,8 +339,8 @@ def check_example(name: str, value: Any, one_row: bool = False) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise SourceError(
-            f"the example of {name!r} must be a tensor, (batch, time, …), not {type(value).__name__}: what is always "
-            f"the same goes into fixed_arguments={{{name!r}: …}}"
+            f"the example of {name!r} must be a tensor, (batch, time, …), not {type(value).__name__}: make it one with "
+            f"torch.tensor, or give what is always the same in fixed_arguments={{{name!r}: …}}"
         )
     instead = None
     if value.dim() == 1 and not one_row:
@@ -354,6 +359,20 @@ def check_example(name: str, value: Any, one_row: bool = False) -> None:
         raise SourceError(f"the example of {name!r} is a single number: it goes into fixed_arguments={{{name!r}: …}}")
 
 
+def _check_types(module: Any, example: Any) -> None:
+    """Raise SourceError for a module or an example of another type."""
+    if isinstance(module, type):
+        raise SourceError(f"the model is the class {module.__name__}: give an instance with its weights")
+    if isinstance(module, Mapping):
+        raise SourceError("the model is a state dict, which holds no code: load it into the module, and give that")
+    if not isinstance(module, nn.Module):
+        raise SourceError(f"the model must be an nn.Module, not {type(module).__name__}")
+    if not isinstance(example, Mapping):
+        raise SourceError(
+            f"example must name the parameters of forward, {{name: tensor}}, and is a {type(example).__name__}"
+        )
+
+
 def _is_two_valued(value: torch.Tensor) -> bool:
     """Return whether a tensor has the values of a mask: ones and zeros, or zeros and large negative numbers."""
     return bool(((value == 0) | (value == 1) | (value < -1e3)).all())
@@ -364,7 +383,11 @@ def _checked_axes(example: Mapping[str, torch.Tensor], axes_of: Mapping[str, Seq
     checked: dict[str, tuple[int, ...]] = {}
     for name, axes in axes_of.items():
         own = tuple(axis for axis in axes if axis is not None)
-        if name not in example or len(axes) not in (1, 2) or not all(0 <= a < example[name].dim() for a in own):
+        if name not in example:
+            raise SourceError(
+                f"axes names the input {name!r}, which is not in the example: it has {', '.join(example)}"
+            )
+        if len(axes) not in (1, 2) or not all(0 <= a < example[name].dim() for a in own):
             raise SourceError(
                 f"axes={{{name!r}: {tuple(axes)}}}: name an input's batch axis and, if free, its time axis"
             )

@@ -175,7 +175,7 @@ class Inputs:
         if isinstance(value, str):
             codec = self._codec(name)
             if codec is None:
-                raise InputError(f"the file has no tokenizer for {name}: give ids")
+                raise InputError(f"the file has no tokenizer for {name}: give ids (--ids)")
             encoded: list[int] = []
             if value:  # an empty text gets no special tokens
                 vocabulary_size = self._vocabulary_size(name)
@@ -269,7 +269,7 @@ class Inputs:
         if isinstance(value, str) or is_pair(value):
             index = self._manifest.tokenizer_of.get(spec.name)
             if index is None:
-                raise InputError(f"the file has no tokenizer for {spec.name}: give ids")
+                raise InputError(f"the file has no tokenizer for {spec.name}: give ids (--ids)")
             text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
             ids, types = self._readers[index].read(text, max_tokens)
         else:

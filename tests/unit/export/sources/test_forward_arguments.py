@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from tformer_export import causal, export, lengths, padding, positions
 from tformer_export.sources.torch_module import from_module
-from tformer_runtime import OptionError, SourceError
+from tformer_runtime import OptionError, SourceError, TformerError
 from tformer_runtime.engine.engine import Engine
 
 VOCABULARY, WIDTH, MAX_LENGTH = 19, 16, 24
@@ -371,3 +372,31 @@ def test_options_that_need_an_example_are_refused_without_one(tmp_path):
     source = from_module(Language(lambda other, logits: logits), {"ids": IDS}, "ids")
     with pytest.raises(OptionError, match="fixed_arguments, step_input is read together with an example"):
         export(source, tmp_path / "model.onnx", step_input="ids", fixed_arguments={"use_cache": False})
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 9)
+
+    def forward(self, ids):
+        return self.table(ids).sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "options", "message"),
+    [
+        (Logits(), {"ids": IDS}, {"step_input": "idx"}, "step_input='idx' is not in the example, which has ids"),
+        (Logits(), IDS, {}, "example must name the parameters of forward, {name: tensor}, and is a Tensor"),
+        (Logits, {"ids": IDS}, {}, "the model is the class Logits: give an instance with its weights"),
+        (Logits().state_dict(), {"ids": IDS}, {}, "the model is a state dict, which holds no code: load it into"),
+        (Logits(), {"ids": IDS}, {"axes": {"tgt": (1, 0)}}, "axes names the input 'tgt', which is not in the example"),
+        (Logits(), {"ids": IDS.tolist()}, {}, "must be a tensor, (batch, time, …), not list: make it one with"),
+        (Logits(), {"ids": IDS.float()}, {}, "ids are whole numbers, torch.int64"),
+        (Logits(), {"ids": IDS}, {"step_input": "ids"}, "returns numbers from 0 to 1 alone"),
+    ],
+)
+def test_mistake_in_the_call_is_named(model, example, options, message, tmp_path):
+    with pytest.raises(TformerError, match=re.escape(message)):
+        export(model, tmp_path / "model.onnx", example, **options)
+    assert not list(tmp_path.iterdir())
