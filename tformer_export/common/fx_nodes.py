@@ -91,6 +91,8 @@ def is_sized_by_data(target: Any, index_types: Iterable[Any] = ()) -> bool:
 
     index_types: the dtypes of its indices, if it is an index.
     """
+    if target in (aten.where.default, aten.nonzero_numpy.default):  # torch does not say so of these
+        return True
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in target.tags:
         return False
     return target is not aten.index.Tensor or not {torch.bool, torch.uint8}.isdisjoint(index_types)

@@ -286,8 +286,7 @@ class ParityGate(InputDraws):
             )
         relative = self._differences(logits, expected, rows)
         with np.errstate(invalid="ignore"):
-            differences = np.abs(logits - expected)
-        differences[~(relative > 0)] = 0.0
+            differences = np.where(relative > 0, np.abs(logits - expected), 0.0)
         by_position = relative.reshape(len(positions), -1).max(1)
         report.relative_error = max(report.relative_error, float(by_position.max()))
         if not (by_position <= self.tolerance).all():

@@ -699,5 +699,5 @@ CASES = [
         },
     ),
     Case("perceiver-pooled", Captioner, PAIR),
-    Case("one-softmax-over-source-and-past", Gated, PAIR, refusal="put attention in its place"),
+    Case("one-softmax-over-source-and-past", Gated, PAIR, refusal="write it in one of these ways"),
 ]
