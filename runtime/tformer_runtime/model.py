@@ -23,6 +23,7 @@ from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.ordered import generate_in_order
 from tformer_runtime.decoding.request import PromptPrefix, Request, Result, make_request
 from tformer_runtime.decoding.sampling import log_normalizer
+from tformer_runtime.decoding.sequence import NOT_FINITE
 from tformer_runtime.decoding.streaming import generate_stream
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
@@ -683,7 +684,10 @@ class Model:
                 chunk = slice(begin, begin + _TARGET_CHUNK_TOKENS)
                 step_ids, next_ids = ids[:-1][chunk], ids[1:][chunk]
                 logits = self.engine.step(state, step_ids[None], logit_positions="all")[0]
-                scores[chunk] = logits[np.arange(len(step_ids)), next_ids] - log_normalizer(logits)
+                norms = log_normalizer(logits)
+                if not (norms < np.inf).all():
+                    raise InputError(NOT_FINITE)
+                scores[chunk] = logits[np.arange(len(step_ids)), next_ids] - norms
         return scores
 
     def _extra_values(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:

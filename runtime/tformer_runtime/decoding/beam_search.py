@@ -19,12 +19,13 @@ import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Bools, Ints
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.decoding.constraints import Guide
 from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
 from tformer_runtime.decoding.sampling import Guess, log_normalizer
 from tformer_runtime.decoding.sequence import (
+    NOT_FINITE,
     NOTHING_LEFT,
     Alternatives,
     FinishReason,
@@ -188,6 +189,10 @@ class BeamSearch:
     ) -> tuple[Ints, Ints]:
         logits = logits.copy() if isinstance(logits, DeviceLogits) else logits
         norms = log_normalizer(logits)
+        kept = self._drop_without_numbers(norms)
+        if kept is not None:
+            logits, norms = logits[kept], norms[kept]
+            histories = None if histories is None else [histories[i] for i in kept]
         rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         gains, scores = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
         first_row = 0
@@ -209,7 +214,16 @@ class BeamSearch:
         if any(task.finished for task in self.tasks):
             kept_rows = self.drop(lambda task: task.finished)
             parents, new_tokens = parents[kept_rows], new_tokens[kept_rows]
-        return parents, new_tokens
+        return parents if kept is None else kept[parents], new_tokens
+
+    def _drop_without_numbers(self, norms: F32) -> Ints | None:
+        """Drop the tasks with logits that are NaN or infinite. Return the rows that are kept; None if all are."""
+        if (norms < np.inf).all():
+            return None
+        for task, groups in self._beams.items():
+            if any(not (norms[group.rows] < np.inf).all() for group in groups if not group.over):
+                task.error = InputError(NOT_FINITE)
+        return self.drop(lambda task: task.finished)
 
     def _rankable(self, level: int) -> Iterator[tuple[int, list[_Beams]]]:
         """Yield the groups of number `level` that can be ranked together, with the number of continuations to rank."""

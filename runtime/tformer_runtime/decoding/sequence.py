@@ -25,6 +25,7 @@ from tformer_runtime.engine.step_outputs import StepHistory
 if TYPE_CHECKING:
     from tformer_runtime.engine.state import State
 
+NOT_FINITE = "the model gives no numbers for this input: its results are NaN or infinite"
 NOTHING_LEFT = "the options leave no token that may come next: suppress less, or allow more beams"
 
 FinishReason = Literal["end", "stop", "length"]

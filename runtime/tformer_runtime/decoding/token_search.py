@@ -9,11 +9,12 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.backend.sampling_graph import TopLogits
 from tformer_runtime.base.arrays import F32, Ints
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
 from tformer_runtime.decoding.sampling import Guess, Sampler, log_normalizer, seed_or_random
 from tformer_runtime.decoding.sequence import (
+    NOT_FINITE,
     NOTHING_LEFT,
     Alternatives,
     FinishReason,
@@ -104,7 +105,12 @@ class _OnHost:
                 self._possible[i] = bool(logits[i, self._tokens[i]] != -np.inf)
 
     def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
-        """Return the next token of a sequence and its log-probability. row_number: its row of logits."""
+        """Return the next token of a sequence and its log-probability. row_number: its row of logits.
+
+        Raise InputError if the logits are no numbers.
+        """
+        if not self._norms[row_number] < np.inf:
+            raise InputError(NOT_FINITE)
         if row not in self._greedy_rows:
             token = row.choose(self._logits[row_number], guess)
         elif self._possible[row_number]:
@@ -143,6 +149,8 @@ class _OnDevice:
             self._top_logits = logits.top_logits(temperatures)
 
     def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
+        if self._logprobs[row_number] != self._logprobs[row_number]:
+            raise InputError(NOT_FINITE)
         forbidden = None if row.task.settings.top_logprobs else row.forbidden()
         if forbidden is not None and not (len(forbidden) and self._tokens[row_number] in forbidden):
             return self._tokens[row_number], self._logprobs[row_number]

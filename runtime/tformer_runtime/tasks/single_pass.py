@@ -21,6 +21,7 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, with_input_number
 from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
+from tformer_runtime.decoding.sequence import NOT_FINITE
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.step_outputs import crop
 from tformer_runtime.format.manifest import EncodeStage
@@ -116,7 +117,12 @@ def run_single_pass(
 
 
 def _make_result(item: SinglePassInput) -> tuple[TaskInput, list[Outputs]]:
-    return item.arrays, [request.outputs or () for request in item.requests]
+    """Return the input with its outputs. Raise InputError for outputs that are no numbers; −∞ stands for a mask."""
+    outputs = [request.outputs or () for request in item.requests]
+    for value in (value for values in outputs for value in values):
+        if value.dtype.kind == "f" and not (value < np.inf).all():
+            raise with_input_number(InputError(NOT_FINITE), item.index + 1)
+    return item.arrays, outputs
 
 
 def _has_free_sizes(engine: Engine) -> bool:
