@@ -227,8 +227,8 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
         recording = record(source.module, [*graph.example.values()])
     except FORWARD_FAILURES:  # at the sizes of the trace
         return
-    if not recording.numbers and not recording.reads_arrays and recording.num_reads == len(reads.places):
-        return  # Python reads constants alone
+    if not (recording.numbers or reads.reads_more) and recording.num_reads == len(reads.places):
+        return  # Python reads single numbers of constants alone
     draws = with_facts(_input_draws(source), recording)
     sizes = [graph.example[group[0][0]].shape[group[0][1]] for group in draws.groups]
     for number in sorted({*asked_ids([recording], draws), *draws.paddings}):

@@ -19,7 +19,7 @@ EXPORT = "from tformer_export.cli import main; main()"
 
 def in_a_process(code, *arguments, shell=""):
     """Return the status and standard error of a command, with a redirection of the shell."""
-    line = [sys.executable, "-c", code, *map(str, arguments)]
+    line = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(
         ["bash", "-c", f'"$@" {shell}', "bash", *line], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, timeout=300
     )
@@ -107,3 +107,17 @@ def test_error_that_nobody_foresaw_is_a_sentence_and_a_file(path, monkeypatch, t
     text = Path(report).read_text()
     assert "Traceback (most recent call last)" in text
     assert "in fail" in text
+
+
+def test_streams_that_are_not_used_may_be_closed(path, tmp_path):
+    output = tmp_path / "out.txt"
+    status, err = in_a_process(RUN, path, "hello", "--output-file", output, shell=">&-")
+    assert (status, output.read_text().count("\n")) == (0, 1), err
+    assert "standard input is closed" in sentence(*in_a_process(RUN, path, "--input-file", "-", shell="<&-"))
+
+
+def test_error_after_results_that_nobody_takes_is_told_once(path):
+    status, err = in_a_process(RUN, path, "hello", "é", "--num-beams", "2", shell="> /dev/full")
+    assert status == 1
+    assert "Exception ignored" not in err
+    assert "Traceback" not in err

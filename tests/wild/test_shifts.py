@@ -15,12 +15,12 @@ from tformer_runtime import Model, UnsupportedModelError
 class ShiftedDecoder(TinyDecoder):
     def forward(self, idx):
         x = self.tokens(idx) + self.positions(torch.arange(idx.shape[1]))
-        x = x + self.mix(self.norm(x + self.before(x)), idx)
+        x = x + self.mix(self.norm(x + self.before(x, idx)), idx)
         return self.head(self.final_norm(x + self.feed_forward(self.norm(x))))
 
 
 class ZeroWritten(ShiftedDecoder):
-    def before(self, x):
+    def before(self, x, idx):
         y = x.roll(1, 1)
         y[:, 0] = 0
         return y
@@ -29,18 +29,53 @@ class ZeroWritten(ShiftedDecoder):
 class ZeroChosen(ShiftedDecoder):
     """Two positions back, and a row of weights in their place at the start."""
 
-    def before(self, x):
+    def before(self, x, idx):
         is_start = torch.arange(x.shape[1]) < 2
         return torch.where(is_start[None, :, None], self.positions.weight[3], torch.roll(x, 2, dims=1))
 
 
+class IdsBefore(ShiftedDecoder):
+    """The embedding of the id before, and zeros at the start."""
+
+    def before(self, x, idx):
+        is_start = torch.arange(x.shape[1]) == 0
+        return self.tokens(idx.roll(1, 1)).masked_fill(is_start[None, :, None], 0.0)
+
+
+class AfterARareId(ShiftedDecoder):
+    """The first position asks whether the last one has an id that few sequences have."""
+
+    def before(self, x, idx):
+        return 3 * (idx.roll(1, 1) == 31).float()[..., None] * self.positions.weight[3]
+
+
+class HiddenByData(ShiftedDecoder):
+    def before(self, x, idx):
+        is_hidden = (torch.arange(x.shape[1]) == 0)[None, :] & (idx != 17)
+        return torch.where(is_hidden[..., None], 0.0, x.roll(1, 1))
+
+
+class KeptByData(ShiftedDecoder):
+    def before(self, x, idx):
+        y = x.roll(1, 1)
+        y[:, 0] = y[:, 0] * (idx[:, :1] == 29)
+        return y
+
+
+class HidesTooFew(ShiftedDecoder):
+    def before(self, x, idx):
+        y = x.roll(2, 1)
+        y[:, 0] = 0
+        return y
+
+
 class Wrapped(ShiftedDecoder):
-    def before(self, x):
+    def before(self, x, idx):
         return x.roll(1, 1)
 
 
 class Ahead(ShiftedDecoder):
-    def before(self, x):
+    def before(self, x, idx):
         y = x.roll(-1, 1)
         y[:, -1] = 0
         return y
@@ -59,7 +94,7 @@ def seeded(cls):
     return module
 
 
-@pytest.mark.parametrize("cls", [ZeroWritten, ZeroChosen])
+@pytest.mark.parametrize("cls", [ZeroWritten, ZeroChosen, IdsBefore])
 def test_step_reads_the_position_before(cls, tmp_path):
     module = seeded(cls)
     export(module, tmp_path / "model.onnx", example=example(), step_input="idx")
@@ -76,7 +111,7 @@ def test_step_reads_the_position_before(cls, tmp_path):
     assert len({token for row in expected for token in row}) > 3
 
 
-@pytest.mark.parametrize("cls", [Wrapped, Ahead])
+@pytest.mark.parametrize("cls", [Wrapped, Ahead, AfterARareId, HiddenByData, KeptByData, HidesTooFew])
 def test_rotation_that_looks_ahead_is_refused(cls, tmp_path):
     with pytest.raises(UnsupportedModelError, match="looks ahead"):
         export(seeded(cls), tmp_path / "model.onnx", example=example(), step_input="idx")

@@ -22,7 +22,7 @@ from torch import nn
 from tformer_export.sources.base import Source
 from tformer_export.sources.pooled_module import POOLS, Pipeline
 from tformer_export.sources.pooling import with_pooling
-from tformer_export.sources.untrusted_files import inside, read_json
+from tformer_export.sources.untrusted_files import inside, read_json, refuse_special_files
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import OutputMeaning
 
@@ -78,6 +78,9 @@ def with_modules(folder: Path, source: Source) -> Source:
         kinds = [(str(entry["type"]).rsplit(".", 1)[-1], inside(folder, entry["path"], MODULES)) for entry in listed]
     except (TypeError, KeyError, IndexError) as error:
         raise SourceError(f"{folder / MODULES} is not a list of modules with a type and a path") from error
+    for _, path in kinds:
+        if path.is_dir():
+            refuse_special_files(path)
     pools: list[str] = []
     layers: list[nn.Module] = []
     normalize = False

@@ -12,7 +12,7 @@ from typing import Any
 from tformer_runtime.base.errors import SourceError
 
 MAX_JSON = 1 << 28  # bytes: the largest tokenizers take some 30 MB
-INDICES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+OTHER_WEIGHTS = "transformers_weights"  # of a config, which may name another file or index
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -46,10 +46,11 @@ def inside(folder: Path, name: Any, named_by: str) -> Path:
 
 
 def refuse_outside_weights(folder: Path) -> None:
-    """Raise SourceError if an index of weights names a file outside of the folder, or is damaged."""
-    for index in INDICES:
-        if not (folder / index).exists():
-            continue
+    """Raise SourceError if the config or an index of weights names a file outside of the folder, or is damaged."""
+    config = read_json(folder / "config.json", missing={})
+    if isinstance(config, dict) and config.get(OTHER_WEIGHTS) is not None:
+        inside(folder, config[OTHER_WEIGHTS], "config.json")
+    for index in sorted(str(path.relative_to(folder)) for path in folder.rglob("*.index.json")):
         content = read_json(folder / index)
         names = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(names, dict):

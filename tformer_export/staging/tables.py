@@ -12,8 +12,9 @@ model gives the same results with them. This is proven by running it. Otherwise 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -32,6 +33,7 @@ DEFAULT_LENGTH = 512
 MAX_VISIBLE_BIAS = 1e4  # a bias of this magnitude hides a key
 REPLACED_LENGTHS = 2, 3, PROBE_LENGTH, 65, 1024  # at which a model runs with tables of the maximum length
 _NUMBERS = "TensorType", "NumberType"  # of an argument that a value is computed by; a size has the type IntType
+SIZES_OF_OTHERS = 1, 2, 3, 8, 64  # such as the rows of a batch, at which a number of the length is evaluated
 MAX_REPLACED_ROUNDING = 2e-5  # of the range of the results; tables of other magnitudes round differently
 
 
@@ -137,16 +139,28 @@ def _limit_by_numbers(solver: RestrictionSolver, longest: int) -> None:
     for node in captured.nodes:
         if solver.level[node] != Level.STEP or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+        for argument, value in _arguments(node):
             number = meta(value).node.expr if isinstance(meta(value), (torch.SymInt, torch.SymFloat)) else None
-            if number is None or argument.type.kind() not in _NUMBERS or number.free_symbols != {time}:
+            if number is None or argument.type.kind() not in _NUMBERS or time not in number.free_symbols:
                 continue
             high = min(longest, captured.limits.get(time, longest))
-            at = as_function(number, time)
-            changed = next((n for n in range(2, high + 1) if at(n) != at(1)), None)
-            if changed is not None and changed > PROBE_LENGTH:
-                captured.limits[time] = changed - 1
-                captured.limit_lines[time] = source_line(node)
+            for others in SIZES_OF_OTHERS:
+                at = as_function(number.subs(dict.fromkeys(number.free_symbols - {time}, others)), time)
+                changed = next((n for n in range(2, high + 1) if at(n) != at(1)), None)
+                if changed is not None and PROBE_LENGTH < changed <= high:
+                    high = changed - 1
+                    captured.limits[time] = high
+                    captured.limit_lines[time] = source_line(node)
+
+
+def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operation with their values."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for argument, value in zip(arguments, node.args, strict=False):
+        yield argument, value
+    for argument in arguments:
+        if argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
 
 
 def _greatest(holds: Callable[[int], bool], maximum: int) -> int:

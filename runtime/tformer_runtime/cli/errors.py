@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from tformer_runtime.base.errors import OutputError, TformerError
 
 INTERRUPTED = 128 + signal.SIGINT
 MAX_QUOTED = 200  # characters of an error's text
-_FULL = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG
 
 
 @contextlib.contextmanager
@@ -28,7 +26,7 @@ def errors_as_sentences(
     sentence_of: Callable[[TformerError], str] = str,
     interrupted: str = "interrupted",
 ) -> Iterator[None]:
-    """Write each error as one sentence to standard error, and exit. Flush standard output.
+    """Write each error as one sentence to standard error, and exit. Standard output is flushed.
 
     The status is 1 for an error and 130 for an interruption. Status 2 is click's, for a command line that it cannot
     parse. The traceback of an error that nobody foresaw is written to a file, which the sentence names.
@@ -37,16 +35,11 @@ def errors_as_sentences(
     interrupted: the sentence for an interruption.
     """
     try:
-        if sys.stdout is None or sys.stdout.closed:
-            raise OutputError("standard output is closed: redirect it to a file, or to /dev/null")
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except TformerError as error:
         _fail(command, sentence_of(error), error, 1, verbose)
-    except BrokenPipeError:
-        # The reader of the results has gone.
-        _discard_output()
-        sys.exit(1)
     except KeyboardInterrupt as error:
         _fail(command, interrupted, error, INTERRUPTED, verbose)
     except (click.exceptions.ClickException, click.exceptions.Exit):
@@ -54,17 +47,35 @@ def errors_as_sentences(
     except click.exceptions.Abort as error:
         _fail(command, interrupted, error, INTERRUPTED, verbose)
     except OSError as error:
-        if error.errno not in _FULL:
+        refused = _flush_or_discard()
+        if refused is None:
             _fail(command, _unforeseen(command, error), error, 1, verbose)
-        _discard_output()
-        _fail(command, f"the results cannot be written: {error.strerror}", error, 1, verbose)
+        if isinstance(refused, BrokenPipeError):  # the reader of the results has gone
+            sys.exit(1)
+        _fail(command, f"the results cannot be written: {refused.strerror}", error, 1, verbose)
     except Exception as error:
         _fail(command, _unforeseen(command, error), error, 1, verbose)
 
 
-def _discard_output() -> None:
-    """Let standard output lead nowhere. Otherwise Python would report its error again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def require_output() -> None:
+    """Raise OutputError if there is no standard output for the results."""
+    if sys.stdout is None or sys.stdout.closed:
+        raise OutputError("standard output is closed: redirect it to a file, or to /dev/null")
+
+
+def _flush_or_discard() -> OSError | None:
+    """Write the rest of the results. Return the error of standard output, if it takes none; then it leads nowhere.
+
+    Otherwise Python would report the error again when it flushes at exit.
+    """
+    if sys.stdout is None or sys.stdout.closed:
+        return None
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return error
+    return None
 
 
 def _unforeseen(command: str, error: Exception) -> str:
@@ -81,6 +92,7 @@ def _unforeseen(command: str, error: Exception) -> str:
 
 
 def _fail(command: str, sentence: str, error: BaseException, status: int, verbose: bool) -> NoReturn:
+    _flush_or_discard()
     if verbose:
         _write("".join(traceback.format_exception(error)))
     notes = getattr(error, "__notes__", ())

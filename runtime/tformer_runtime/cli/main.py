@@ -18,7 +18,7 @@ import click
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, OptionError, TformerError, with_input_number
 from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
-from tformer_runtime.cli.errors import errors_as_sentences
+from tformer_runtime.cli.errors import errors_as_sentences, require_output
 from tformer_runtime.cli.generation import Generation
 from tformer_runtime.cli.input_lines import InputLines, progress_bar
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write
@@ -92,6 +92,8 @@ def main(context: click.Context, /, model: Path, inputs: tuple[str, ...], info: 
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
     options = RunOptions(**values)
     with errors_as_sentences("tformer-run", options.verbose, _sentence):
+        if info or options.output_file is None:
+            require_output()
         if info:
             facts = file_info(model, read_manifest(model))
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))
@@ -123,7 +125,6 @@ def _run(model: Path, inputs: tuple[str, ...], flag_values: Mapping[str, Any], o
     write: Write = file.add if file else sys.stdout.write
     with file or contextlib.nullcontext(), _located(source), _progress(lines, finished, job, options) as advance:
         job.run(loaded, values, BatchSettings(batch_size, workers, finished), write, advance)
-    sys.stdout.flush()
 
 
 def _input_source(inputs: tuple[str, ...], options: RunOptions) -> str | None:
@@ -137,6 +138,8 @@ def _input_source(inputs: tuple[str, ...], options: RunOptions) -> str | None:
         raise click.UsageError("give INPUT or --input-file, not both")
     if options.resume and not options.output_file:
         raise click.UsageError("--resume goes on with an output file: give --output-file too")
+    if not inputs and options.input_file in (None, "-") and sys.stdin is None:
+        raise InputError("standard input is closed: name an input or an --input-file")
     if inputs or options.input_file:
         return options.input_file or None
     if sys.stdin.isatty():

@@ -117,10 +117,10 @@ def run_single_pass(
 
 
 def _make_result(item: SinglePassInput) -> tuple[TaskInput, list[Outputs]]:
-    """Return the input with its outputs. Raise InputError for outputs that are no numbers; −∞ stands for a mask."""
+    """Return the input with its outputs. Raise InputError for NaN; infinity may stand for a mask."""
     outputs = [request.outputs or () for request in item.requests]
     for value in (value for values in outputs for value in values):
-        if value.dtype.kind == "f" and not (value < np.inf).all():
+        if value.dtype.kind == "f" and np.isnan(value).any():
             raise with_input_number(InputError(NOT_FINITE), item.index + 1)
     return item.arrays, outputs
 

@@ -32,6 +32,14 @@ _SCALARS: dict[Any, type | None] = {
 }
 _COMPARISONS = {torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
 _ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
+_OTHER_READS: set[Any] = {
+    *_ARRAYS, torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.Tensor.__format__, torch.Tensor.nonzero,
+    torch.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.masked_select, torch.Tensor.masked_select,
+    torch.unique, torch.Tensor.unique, torch.bincount, torch.Tensor.bincount,
+}  # fmt: skip
+
+
+_MAYBE_BY_MASK: set[Any] = {torch.Tensor.__getitem__, torch.where}
 
 
 class ReadMode(TorchFunctionMode):
@@ -42,6 +50,7 @@ class ReadMode(TorchFunctionMode):
     asked: for each read, what Python compares the number with.
     at_hand: for each read, whole numbers of the user's code that reads, with which it may compare as well.
     arrays: the names of the recorded operations that stand for reads of whole arrays.
+    at_hand_of_others: those of code that reads whole arrays, or sizes that follow from data.
     """
 
     def __init__(self, forced: Mapping[int, Any]) -> None:
@@ -51,6 +60,7 @@ class ReadMode(TorchFunctionMode):
         self.asked: list[Asked] = []
         self.at_hand: list[set[int]] = []
         self.arrays: list[str] = []
+        self.at_hand_of_others: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only((TrackedInt, TrackedFloat), plain, (args, kwargs or {}))
@@ -65,6 +75,8 @@ class ReadMode(TorchFunctionMode):
             return self._read(func(*args, **kwargs), bool)
         if func is torch.Tensor.__getitem__:
             return func(*take_slices(*args))
+        if func in _OTHER_READS:
+            self.at_hand_of_others |= numbers_at_hand(sys._getframe(1))
         if func in _ARRAYS and args[0].numel():
             args[0].detach().flatten()[0].item()
             self.arrays.append(_latest_name())
@@ -84,20 +96,32 @@ class ReadMode(TorchFunctionMode):
 
 
 class NoteReads(TorchFunctionMode):
-    """Notes where Python reads numbers out of tensors, in a run that is not recorded.
+    """Notes where Python reads numbers or sizes out of tensors, in a run that is not recorded.
 
-    places: the user's line of each read, in the order of `ReadMode.reads`.
+    places: the user's line of each read. reads_more: whether one of them is no read of single numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
+        self.reads_more = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SCALARS or func in _COMPARISONS or func is torch.Tensor.tolist:
             place = find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1])
             self.places += [place] * (args[0].numel() if func is torch.Tensor.tolist else 1)
+        elif func in _OTHER_READS or (func in _MAYBE_BY_MASK and _is_by_mask(func, args)):
+            self.places.append(find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1]))
+            self.reads_more = True
         return func(*args, **(kwargs or {}))
+
+
+def _is_by_mask(func: Any, args: Any) -> bool:
+    """Return whether an index holds a mask, or `where` has its condition alone."""
+    if func is torch.where:
+        return len(args) == 1
+    keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(key, torch.Tensor) and key.dtype in (torch.bool, torch.uint8) for key in keys)
 
 
 def _latest_name() -> str:

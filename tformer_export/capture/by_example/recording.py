@@ -244,7 +244,7 @@ class _Reader:
     ) -> None:
         self.traced, self.inputs, self.with_first_runs = traced, inputs, with_first_runs
         self.reads = {name: number for number, name in enumerate(reads.reads)}
-        self.asked, self.at_hand = reads.asked, reads.at_hand
+        self.asked, self.at_hand, self.others = reads.asked, reads.at_hand, reads.at_hand_of_others
         self.arrays = set(reads.arrays)
         self.data: set[int] = set()  # storages into which data are written at some time
         self.written: set[int] = set()  # storages into which anything is written
@@ -285,6 +285,7 @@ class _Reader:
                 outputs: Any = map_arg(node.args[0], operand)
                 reads_arrays = any(n.name in self.arrays for n in operations)
                 forms = [(tuple(value.shape), value.dtype) for value in self.inputs]
+                at_hand |= self.others
                 rest = reads_arrays, pure, self.traced, forms, frozenset(at_hand), len(self.at_hand)
                 return Recording(steps, outputs, numbers, *rest)
             is_step = node in operations and node.target not in NUMBER_READS
@@ -339,7 +340,11 @@ class _Reader:
         while True:
             for node, value in values.items():
                 depends = node.target not in READS_SHAPE_ALONE and any(n in operations for n in node.all_input_nodes)
-                is_alike = node.op == "call_function" and (node.target, node.stack_trace) in lines
+                is_alike = (
+                    node.op == "call_function"
+                    and node.target not in NUMBER_READS
+                    and (node.target, node.stack_trace) in lines
+                )
                 if depends or is_alike or any(_storage(t) in self.data for t in _tensors(value)):
                     operations.add(node)
             found = {(n.target, n.stack_trace) for n in operations if n.op == "call_function"}

@@ -96,6 +96,8 @@ def _rows(place: Place, axis: int, positions: Any, values: Any) -> tuple[Place, 
     """Return the rows of an axis, with their new values, if the positions do not depend on data and have no gaps."""
     if not isinstance(positions, Constant) or positions.value.dim() != 1 or not len(positions.value):
         return None
+    if positions.value.dtype not in (torch.int64, torch.int32):  # a mask counts its true elements
+        return None
     count, start = len(positions.value), int(positions.value[0])
     if start < 0 or not torch.equal(positions.value.long(), torch.arange(start, start + count)):
         return None
