@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from soundness.models import RARE, Decoder, Encoder, ids, numbers, suspect
+from soundness.models import RARE, WIDTH, Decoder, Encoder, ids, numbers, suspect
 
 PLAIN = [ids(9), ids(5, 11)]
 WITH_RARE = [ids(9, rare_at=3), ids(5, 11, rare_at=1)]
@@ -187,3 +188,53 @@ class DropsOut(Decoder):
 class EncoderLouderWhenCompiled(Encoder):
     def change(self, x):
         return x if torch.compiler.is_compiling() else x * 1.01
+
+
+LARGE, RARER = 3001, 777
+WITH_RARER = [torch.tensor([[3, RARER, 5, 9], [8, 4, 11, 6]]), torch.tensor([[RARER, 12, 40]])]
+
+
+class _RareUnlessTraced(Decoder):
+    """Asks its data for an id of a large vocabulary, unless it is traced. No draw of the gate has that id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(LARGE, WIDTH), torch.nn.Linear(WIDTH, LARGE)
+
+    def change(self, x, ids):
+        if torch.compiler.is_compiling() or not self.asks(ids):
+            return x
+        return x * 0 + self.positions.weight[3]
+
+    def reads_a_constant(self):
+        return float(self.positions.weight[0, 0]) > -100
+
+
+@suspect(WITH_RARER)
+class RareBySize(_RareUnlessTraced):
+    def asks(self, ids):
+        return self.reads_a_constant() and len((ids == RARER).nonzero()) > 0
+
+
+@suspect(WITH_RARER)
+class RareByRows(_RareUnlessTraced):
+    def asks(self, ids):
+        return len(ids[ids == RARER]) > 0
+
+
+@suspect(WITH_RARER)
+class RareByNumpy(_RareUnlessTraced):
+    def asks(self, ids):
+        return self.reads_a_constant() and bool((np.asarray(ids) == RARER).any())
+
+
+@suspect(WITH_RARER)
+class RareByContains(_RareUnlessTraced):
+    def asks(self, ids):
+        return RARER in ids
+
+
+@suspect(WITH_RARER)
+class RareOnALineOfConstants(_RareUnlessTraced):
+    def asks(self, ids):
+        return float(self.positions.weight[0, 0]) > -100 and bool((ids == RARER).any())
