@@ -81,13 +81,11 @@ class Suspect:
     build: the class. step: whether it is decoded.
     batches: of inputs that show the difference, each a list of rows: ids of any lengths, or numbers (time, width).
     told: further arguments of `export`.
-    known_failure: why a file is written and differs, until that is mended.
     """
 
     build: type[nn.Module]
     batches: list[list[torch.Tensor]]
     told: Mapping[str, Any] = field(default_factory=dict)
-    known_failure: str = ""
 
     @property
     def step(self) -> bool:
@@ -97,11 +95,11 @@ class Suspect:
 CATALOGUE: dict[str, Suspect] = {}
 
 
-def suspect(batches: list[list[torch.Tensor]], told: Mapping[str, Any] | None = None, known_failure: str = "") -> Any:
+def suspect(batches: list[list[torch.Tensor]], told: Mapping[str, Any] | None = None) -> Any:
     """Add the class below to the catalogue."""
 
     def add(build: type[nn.Module]) -> type[nn.Module]:
-        CATALOGUE[build.__name__] = Suspect(build, batches, told or {}, known_failure)
+        CATALOGUE[build.__name__] = Suspect(build, batches, told or {})
         return build
 
     return add

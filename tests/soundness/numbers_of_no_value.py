@@ -11,7 +11,7 @@ PADDED_INSIDE = [[torch.tensor([1, 5, 0, 7, 9])], [torch.tensor([1, 0, 0, 7]), t
 RARE_ROWS = [ids(9, rare_at=3), ids(5, 11, rare_at=1)]
 
 
-@suspect(PADDED_INSIDE, PAD, known_failure="padding inside a row is read as content")
+@suspect(PADDED_INSIDE, PAD)
 class PositionsOfContent(Decoder):
     def places(self, ids):
         return ((ids != 0).cumsum(1) - 1).clamp(min=0)
@@ -20,7 +20,7 @@ class PositionsOfContent(Decoder):
         return super().hidden(ids) | (ids == 0)[:, None, None, :]
 
 
-@suspect(PADDED_INSIDE, PAD, known_failure="padding inside a row is read as content")
+@suspect(PADDED_INSIDE, PAD)
 class HidesPadding(Decoder):
     def hidden(self, ids):
         hides = super().hidden(ids) | (ids == 0)[:, None, None, :]

@@ -30,6 +30,7 @@ class InputFacts:
     pad: the id or number with which rows are padded.
     masked: whether the model hides padding.
     max_length: the maximum length; None without a limit.
+    tests_pad: whether forward itself asks which ids are the padding.
     """
 
     ids: int | None
@@ -37,6 +38,7 @@ class InputFacts:
     pad: int
     masked: bool
     max_length: int | None
+    tests_pad: bool = False
 
 
 def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, InputFacts]:
@@ -69,6 +71,7 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
             pad=pad or 0,
             masked=pad in tested_ids or has_mask,
             max_length=limit,
+            tests_pad=pad in tested_ids,
         )
     for name, of in source.token_types.items():  # they are padded like the ids to which they belong
         facts[name] = replace(facts[name], pad=0, masked=facts[of].masked, max_length=facts[of].max_length)

@@ -25,6 +25,7 @@ from tformer_runtime.format.manifest import (
     ExtraOutput,
     Manifest,
     RequestInput,
+    SpecialTokens,
     TensorSpec,
 )
 from tformer_runtime.preprocess.series import SeriesPreprocessor
@@ -48,7 +49,7 @@ def describe(
         output_meaning=source.output_meaning,
         max_length=max_length,
         encode=_encode(source, encode, inputs) if encode else None,
-        decode=_decode(decode, inputs, shares_context) if decode else None,
+        decode=_decode(decode, inputs, shares_context, source.special_tokens) if decode else None,
         special_tokens=source.special_tokens,
         tokenizers=tuple(texts),
         tokenizer_of={name: texts.index(text) for name, text in source.tokenizers.items()},
@@ -107,7 +108,9 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) 
     )
 
 
-def _decode(program: Program, inputs: Mapping[str, InputFacts], shares_context: bool) -> DecodeStage:
+def _decode(
+    program: Program, inputs: Mapping[str, InputFacts], shares_context: bool, special: SpecialTokens
+) -> DecodeStage:
     """Describe the decode stage: its step input, controls, caches, contexts and outputs."""
     step, *others = program.inputs
     ports = {port.name: port for port in (*program.inputs, *program.outputs)}
@@ -118,6 +121,10 @@ def _decode(program: Program, inputs: Mapping[str, InputFacts], shares_context: 
         for c in program.caches
     )
     context = tuple(p.name for p in others if p.name not in pasts and p.name not in controls)
+    is_hidden = inputs[step.name].tests_pad and special.pad_token_id not in (
+        *special.bos_token_ids,
+        *special.eos_token_ids,
+    )
     return DecodeStage(
         step=TensorSpec(**_spec(step)),
         controls=controls,
@@ -128,6 +135,7 @@ def _decode(program: Program, inputs: Mapping[str, InputFacts], shares_context: 
         chunked_prefill=program.chunked_prefill,
         extras=_extras(program),
         shares_context=shares_context,
+        hidden_id=special.pad_token_id if is_hidden else None,
     )
 
 

@@ -229,6 +229,8 @@ class DecodeStage:
         for each. If not, the context has as many rows as the step input.
     small_batch_limit: up to this number of tokens in a step (of all rows together), matrix products may use other
         kernels, with other rounding, than for more tokens. None if the kernels are the same for any number.
+    hidden_id: the padding id, if the model hides it wherever it stands. The file reads it as any other id, so no row
+        may hold it.
     """
 
     step: TensorSpec
@@ -242,6 +244,7 @@ class DecodeStage:
     shares_context: bool = False
     shortlist: ShortlistSpec | None = None
     small_batch_limit: int | None = None
+    hidden_id: int | None = None
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -473,6 +476,7 @@ class Manifest:
                     decode["shares_context"],
                     ShortlistSpec(**decode["shortlist"]) if decode["shortlist"] else None,
                     decode["small_batch_limit"],
+                    decode.get("hidden_id"),  # of files since 2026-11
                 ),
                 "special_tokens": SpecialTokens(
                     tuple(data["special_tokens"]["bos_token_ids"]),

@@ -187,6 +187,7 @@ class Inputs:
                 raise InputError(f"input {name} takes text or a sequence of whole numbers")
             ids = ids.astype(np.int64)
             self._check_ids(name, ids)
+        self._refuse_padding(name, ids)
         if not len(ids) and not may_be_empty:
             raise InputError("the input is empty")
         return ids
@@ -344,6 +345,18 @@ class Inputs:
             index = int(unknown[0])
             raise InputError(
                 f"id {ids[index]} (number {index + 1} of the input) is not in the model's vocabulary{ends}"
+            )
+
+    def _refuse_padding(self, name: str, ids: Ints) -> None:
+        """Raise InputError for ids of the step input with padding inside, which the source would hide."""
+        decode = self._manifest.decode
+        if decode is None or decode.hidden_id is None or name != decode.step.name:
+            return
+        found = np.flatnonzero(ids == decode.hidden_id)
+        if found.size:
+            raise InputError(
+                f"id {decode.hidden_id} (number {int(found[0]) + 1} of the input) is the model's padding, which the "
+                "model hides: leave it out"
             )
 
     def _vocabulary_size(self, name: str) -> int | None:
