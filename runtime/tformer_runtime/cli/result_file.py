@@ -49,6 +49,16 @@ class _RunProgress:
     bytes: int = 0
     digest: str = ""
 
+    @classmethod
+    def of(cls, entry: Any) -> _RunProgress:
+        """Return the progress of a journal's entry. Raise ValueError for any other value."""
+        counts = [entry.get(name) for name in ("inputs", "bytes")] if isinstance(entry, dict) else []
+        if not counts or set(entry) != {"inputs", "bytes", "digest"} or not isinstance(entry["digest"], str):
+            raise ValueError
+        if any(type(count) is not int or not 0 <= count < 2**63 for count in counts):
+            raise ValueError
+        return cls(**entry)
+
     def after(self, line: str, size: int) -> _RunProgress:
         digest = hashlib.sha256(f"{self.digest} {line}".encode("utf-8", "surrogateescape")).hexdigest()
         return _RunProgress(self.inputs + 1, self.bytes + size, digest)
@@ -94,6 +104,8 @@ class ResultFile:
             self._read_journal() if resume else _RunProgress()
         )  # of the run; in the journal
         self._next_record = 0.0  # time.monotonic()
+        if not resume:
+            self._journal_entry()  # refuses a file of another in the place of the journal
         if resume and not force and path.exists() and not self._part.exists():
             raise OutputError(f"{path} exists and {self._part} does not: there is nothing to resume")
         self._check_output()
@@ -139,7 +151,8 @@ class ResultFile:
 
     def __enter__(self) -> ResultFile:
         with self._writing():
-            self._file = os.fdopen(os.open(self._part, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # a link may lead to a file of another
+            self._file = os.fdopen(os.open(self._part, flags, 0o666), "r+b")
         if sys.platform != "win32":
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,17 +204,10 @@ class ResultFile:
 
     def _read_journal(self) -> _RunProgress:
         """Return the progress of the earlier run; none if there is no journal."""
-        try:
-            size, text = self._part.stat().st_size, self._journal.read_text(encoding="utf-8")
-        except FileNotFoundError:
+        found = self._journal_entry()
+        if found is None or not self._part.exists():
             return _RunProgress()
-        except OSError as error:
-            raise OutputError(f"{self._journal} cannot be read: {error.strerror or error}") from error
-        try:
-            entry = json.loads(text)
-            progress, run_options = _RunProgress(**entry["progress"]), dict(entry["options"])
-        except (ValueError, TypeError, KeyError):
-            raise OutputError(f"{self._journal} is not a journal of tformer-run: start over with --force") from None
+        (progress, run_options), size = found, self._part.stat().st_size
         for name in {**run_options, **self._run_options}:
             new, old = self._run_options.get(name), run_options.get(name)
             if new != old:
@@ -212,6 +218,24 @@ class ResultFile:
         if size < self._header_bytes + progress.bytes and progress.inputs:
             raise OutputError(f"{self._part} has lost results since they were written: start over with --force")
         return progress
+
+    def _journal_entry(self) -> tuple[_RunProgress, dict[str, Any]] | None:
+        """Return the progress and the options of the journal; None if there is none."""
+        try:
+            if self._journal.exists() and not self._journal.is_file():
+                raise OutputError(f"{self._journal} is not a regular file: move it away")
+            entry = json.loads(self._journal.read_text(encoding="utf-8"))
+            if not isinstance(entry, dict) or not isinstance(entry.get("options"), dict):
+                raise ValueError
+            return _RunProgress.of(entry.get("progress")), entry["options"]
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise OutputError(f"{self._journal} cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError):
+            raise OutputError(
+                f"{self._journal} is not a journal of tformer-run, whose place it takes: move it away"
+            ) from None
 
     def _start(self) -> None:
         """Cut off results that are not in the journal. Write the journal first, so that it names no result cut off."""
@@ -229,7 +253,8 @@ class ResultFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         new = self._journal.with_name(f"{self._journal.name}.new")
-        with new.open("w", encoding="utf-8") as file:
+        new.unlink(missing_ok=True)  # of a killed run, or a link that would lead to a file of another
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
             json.dump({"progress": asdict(progress), "options": self._run_options}, file)
             file.flush()
             os.fsync(file.fileno())

@@ -153,13 +153,37 @@ def test_existing_or_damaged_files_are_refused(tmp_path):
     (tmp_path / "out.part").write_bytes(part[:10])
     assert "out.part has lost results" in refusal(path, resume=True)
     (tmp_path / "out.part").write_bytes(part)
-    for text in ("", "{", "[]", '{"progress": {}}', json.dumps({"progress": {"inputs": 1, "other": 2}, "options": {}})):
+    entries = (
+        {"inputs": 1, "other": 2}, {"inputs": -1, "bytes": 0, "digest": ""},
+        {"inputs": 2**80, "bytes": 0, "digest": ""},
+        {"inputs": True, "bytes": 0, "digest": ""}, {"inputs": 1, "bytes": 0, "digest": 3}, [], None,
+    )  # fmt: skip
+    damaged = [json.dumps({"progress": entry, "options": {}}) for entry in entries]
+    for text in ("", "{", "[]", "[" * 100_000, '{"progress": {}}', *damaged):
         (tmp_path / "out.part.json").write_text(text)
-        assert refusal(path, resume=True) == "out.part.json is not a journal of tformer-run: start over with --force"
+        for options in ({"resume": True}, {"force": True}):  # it may be a file of the user's
+            assert refusal(path, **options) == (
+                "out.part.json is not a journal of tformer-run, whose place it takes: move it away"
+            )
+    (tmp_path / "out.part.json").unlink()
     write(path, force=True)
     assert path.read_text() == EXPECTED
     assert refusal(path) == "out exists already: give --force to overwrite it"
     assert refusal(path, resume=True) == "out exists and out.part does not: there is nothing to resume"
+
+
+def test_links_do_not_lead_to_files_of_others(tmp_path):
+    path, other = tmp_path / "out", tmp_path / "other"
+    other.write_text("of another")
+    for name in ("out.part.json.new", "out.part"):
+        os.symlink(other, tmp_path / name)
+    with pytest.raises(OutputError, match="symbolic links"):
+        write(path, force=True)
+    (tmp_path / "out.part").unlink()
+    write(path)
+    assert path.read_text() == EXPECTED
+    assert other.read_text() == "of another"
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
 
 
 def test_old_result_file_is_replaced_at_the_end(tmp_path):
