@@ -5,14 +5,24 @@ No incomplete file ever has the final name, and a previous file keeps it until t
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import importlib
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
+
+fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+LOCK = "running"  # a file in the folder of an export
+JUST_MADE = 5.0  # seconds
 
 
 def check_writable(out: Path, force: bool) -> None:
@@ -33,15 +43,29 @@ def check_writable(out: Path, force: bool) -> None:
 def folder_next_to(out: Path) -> Iterator[Path]:
     """Make a folder for the unfinished file, on the same disk as its place, and delete it afterwards in any case.
 
-    Its subfolder `done` is for the finished file under its final name.
+    Its subfolder `done` is for the finished file under its final name. Folders that killed exports of the same file
+    left are deleted too: a running export holds a lock on its own.
     """
+    _sweep(out)
     try:
         folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
-    with folder as name:
+    with folder as name, (Path(name) / LOCK).open("w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         (Path(name) / "done").mkdir()
         yield Path(name)
+
+
+def _sweep(out: Path) -> None:
+    """Delete the folders of killed exports of this file: those whose lock nobody holds."""
+    for lock in out.parent.glob(f".{glob.escape(out.name)}.*/{LOCK}") if fcntl is not None else ():
+        with contextlib.suppress(OSError), lock.open() as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < JUST_MADE:
+                continue  # its export may be about to take the lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def publish(written: Path, out: Path) -> int:
