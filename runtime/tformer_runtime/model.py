@@ -94,6 +94,11 @@ class Model:
         """
         return cls(Engine(Session(path, device, threads)), max_memory)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments of `load`: a spawned process opens the file anew."""
+        session = self.engine.session
+        return Model.load, (session.path.resolve(), session.device, session.threads, self.budget.limit)
+
     @property
     def device(self) -> str:
         """The device of the model: "cpu" or "cuda"."""
