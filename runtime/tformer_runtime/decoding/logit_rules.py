@@ -257,7 +257,11 @@ class Processor:
         self._processor = processor
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
-        returned = self._processor(ids.copy(), scores.copy())
+        try:
+            returned = self._processor(ids.copy(), scores.copy())
+        except Exception as error:
+            error.add_note(f"raised by the caller's logits_processor, {self._processor!r}")
+            raise
         try:
             logits = np.asarray(returned)
         except ValueError:  # lists of unequal lengths

@@ -329,6 +329,12 @@ def test_invalid_results_of_a_logits_processor_fail_their_request(toy_and_model,
         toy_and_model[1].generate("hello", logits_processor=lambda ids, scores: returned(scores), **options)
 
 
+def test_error_of_a_logits_processor_says_whose_it_is(toy_and_model):
+    with pytest.raises(ZeroDivisionError) as caught:
+        toy_and_model[1].generate("hello", logits_processor=lambda ids, scores: [1 / 0])
+    assert "raised by the caller's logits_processor" in caught.value.__notes__[0]
+
+
 # -- rows that come and go -------------------------------------------------------------------------------------------
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx", "quantization", "of", "it"]
