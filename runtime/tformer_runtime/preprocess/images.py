@@ -242,6 +242,8 @@ def _open(source: Any, name: str) -> Image:
         image = Image.fromarray(source[..., 0] if source.shape[2:] == (1,) else source)
     elif isinstance(source, (str, os.PathLike, bytes)):
         file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
+        if isinstance(file, Path) and file.exists() and not (file.is_file() or file.is_dir()):
+            raise InputError(f"{name} is no regular file but a pipe or a device, which may never end")
         with _open_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
             image = Image.open(file)

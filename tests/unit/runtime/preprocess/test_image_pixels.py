@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -103,6 +104,13 @@ def test_generating_model_reads_images(tmp_path):
         pixels[0, 3, 2] = value
         with pytest.raises(InputError, match=r"input pixels takes finite numbers of float32, not \S+ at \(0, 3, 2\)"):
             inputs.generation_inputs(pixels)
+
+
+def test_named_pipes_and_devices_are_no_pictures(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", "/dev/zero"):
+        with pytest.raises(InputError, match="is no regular file but a pipe or a device"):
+            ImagePreprocessor().pixels(path)
 
 
 @pytest.mark.parametrize(
