@@ -50,14 +50,14 @@ def from_module(
     described, fixed = dict(masks or {}), dict(fixed_arguments or {})
     callable_ = callable_module(module, {*example, *described, *fixed})
     callable_, tensors = open_containers(callable_, example, {*described, *fixed})
-    if step_input is not None and step_input not in tensors:
-        raise SourceError(
-            f"step_input={step_input!r} is not in the example, which has {', '.join(tensors) or 'nothing'}"
-        )
     one_row = takes_one_row(tensors, step_input, axes or {})
     numbers = [n for n, own in (axes or {}).items() if n in tensors and tensors[n].dim() == 1 and tuple(own) == (0,)]
     tensors = {name: value.unsqueeze(1) if name in numbers else value for name, value in tensors.items()}
     _check_arguments(callable_, tensors, described, fixed, one_row)
+    if step_input is not None and step_input not in tensors:
+        raise SourceError(
+            f"step_input={step_input!r} is not in the example, which has {', '.join(tensors) or 'nothing'}"
+        )
     if one_row:
         callable_ = OverRows(callable_, batch_axes_of(tensors, described))
         axes = {name: batched_axes(value, (axes or {}).get(name)) for name, value in tensors.items()}

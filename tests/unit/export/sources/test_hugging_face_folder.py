@@ -151,7 +151,7 @@ def require_remote_code(folder):
     [
         (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
         (lambda f: (f / "config.json").unlink(), "is not a Hugging Face folder: it holds no config.json"),
-        (lambda f: (f / "config.json").write_text("{"), "not a valid JSON file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "transformers can load: "),
         (lambda f: change_config(f, model_type="mine"), "model type `mine`"),
         (require_remote_code, r"needs Python code that it brings along, which is not run: .* pass it to export\(\)"),

@@ -38,7 +38,7 @@ def settled(defaults=None, **options):
         ({"stop_strings": ""}, "stop_strings must be strings that are not empty"),
         ({"stop_strings": ["a", 3]}, "stop_strings must be strings"),
         ({"stop_strings": 5}, "stop_strings must be strings"),
-        ({"patience": 0}, "patience must be more than 0, not 0"),
+        ({"patience": 0}, "patience must be more than 0 and at most 1000, not 0"),
         ({"num_beam_groups": 0}, "num_beam_groups must be a whole number of at least 1"),
         ({"diversity_penalty": -0.5}, "diversity_penalty must be 0 or more"),
         ({"min_p": 1.5}, "min_p must be at least 0 and at most 1, not 1.5"),
@@ -145,11 +145,17 @@ def test_number_of_hypotheses_follows_patience(patience, enough):
         ({"top_p": 0.9}, True),
         ({"min_p": 0.1}, True),
         ({"temperature": 0, "top_k": 3}, False),
-        ({"seed": 1}, False),
+        ({"temperature": 0, "seed": 1}, False),
     ],
 )
 def test_sampling_options_switch_to_sampling(options, sampling):
     assert settled(**options).sampling is sampling
+
+
+def test_seed_without_sampling_is_refused():
+    with pytest.raises(OptionError, match="seed=1 changes nothing without sampling: set a temperature"):
+        settled(seed=1)
+    assert settled({"temperature": 0.7}, seed=1).sampling
 
 
 def test_invalid_defaults_are_an_error_of_the_file():
