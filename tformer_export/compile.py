@@ -223,8 +223,7 @@ def analyse_model(
     if attentions and series is not None:
         raise OptionError("attentions are not outputs of a forecaster: a series is cut, scaled and fed back")
     special = source.special_tokens
-    is_only_padding = special.pad_token_id not in (*special.bos_token_ids, *special.eos_token_ids)
-    if fold_padding_tests(graph, special.pad_token_id if is_only_padding else None):
+    if fold_padding_tests(graph, special.pad_token_id if special.pads_alone else None):
         source = _without_padding(source, graph)
     merge_equal_nodes(graph)
     level = binding_times(graph)

@@ -27,7 +27,7 @@ MIXED = 0.3  # of the value of another row
 
 @dataclass(frozen=True)
 class Mutation:
-    """A changed copy of a model, and what was changed."""
+    """A changed copy of a model. name: the kind and the place of the change."""
 
     name: str
     model: onnx.ModelProto

@@ -87,7 +87,7 @@ class Checked:
 
 
 def judge(name, folder, count):
-    """Return the numbers of mutations by outcome, and the names of those that the gate did not see."""
+    """Count the mutations by their outcome. Return the counts and the names of the unseen mutations."""
     checked, outcomes, unseen = Checked(name, folder / "model.onnx"), Counter(), []
     for mutation in mutations(checked.model):
         if count is not None and sum(outcomes[o] for o in ("seen", "unseen")) >= count:

@@ -24,9 +24,9 @@ from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
 from tformer_export.common.module_state import WriteUndo, is_same, unchanged
-from tformer_export.common.source_lines import error_summary, find_users_place, line_of_error, users_name
+from tformer_export.common.source_lines import find_users_place, line_of_error, users_name
 from tformer_export.sources import Source
-from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
+from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError, error_summary
 
 
 @dataclass

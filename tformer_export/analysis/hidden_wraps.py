@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-import torch
 from torch.fx import Node
 
 from tformer_export.analysis.attention import NodeBuilder
@@ -31,7 +29,7 @@ _MASKED_FILLS = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 
 
 def replace_hidden_wraps(captured: CapturedGraph) -> int:
-    """Put zeros in the place of wrapped rows that no result depends on, in place, and return the number of rotations.
+    """Replace hidden wrapped rows by zeros in the graph, and return the number of rotations that were rewritten.
 
     Cost: the masks that hide the rows are computed at some twenty lengths.
     """
@@ -146,7 +144,7 @@ class _Proof:
         axis = wrapped.axis - (meta(wrapped.node).dim() - meta(mask).dim())
         left: set[int] = set()
         for length in self._lengths(max(wrapped.rows) + 1):
-            value = self._at(mask, length)
+            value = self.constants.at_length(mask, length)
             for row in wrapped.rows:
                 if row < length:
                     of_row = value if axis < 0 or value.shape[axis] == 1 else value.select(axis, row)
@@ -156,16 +154,6 @@ class _Proof:
     def _lengths(self, count: int) -> list[int]:
         limit = self.captured.time_limit or max(LONGER)
         return sorted({n for n in (*range(1, DENSE_SIZES), count, count + 1, *LONGER, limit) if n <= limit})
-
-    def _at(self, node: Node, length: int) -> torch.Tensor:
-        symbols: set[sympy.Symbol] = {
-            s
-            for n in (*self.captured.inputs.values(), node)
-            for size in meta(n).shape
-            for s in expression(size).free_symbols
-        }
-        value: torch.Tensor = self.constants.at([node], {**dict.fromkeys(symbols, 2), self.captured.time: length})[node]
-        return value
 
 
 def _look_back(captured: CapturedGraph, node: Node, count: int, axis: int) -> None:

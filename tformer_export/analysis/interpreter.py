@@ -75,6 +75,18 @@ class Constants:
                             values.pop(argument, None)
         return {n: values[n] for n in nodes}
 
+    def at_length(self, node: Node, length: int) -> torch.Tensor:
+        """Return the value of a constant node for this length of the step input, with 2 for every other size."""
+        symbols: set[sympy.Symbol] = {
+            symbol
+            for sized in (*self.captured.inputs.values(), node)
+            for size in meta(sized).shape
+            for symbol in expression(size).free_symbols
+        }
+        sizes = {**dict.fromkeys(symbols, 2), self.captured.time: length}
+        value: torch.Tensor = self.at([node], sizes)[node]
+        return value
+
     def ancestors(self, nodes: list[Node]) -> set[Node]:
         """Return the nodes from which these constants are computed, with the constants themselves."""
         visited: set[Node] = set()

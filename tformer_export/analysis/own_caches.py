@@ -150,12 +150,8 @@ class _Rewrite:
         return not any(bool(part.any() if is_bool else (part > HIDDEN).any()) for part in rest)
 
     def _at_lengths(self, node: Node) -> list[tuple[int, torch.Tensor]]:
-        symbols: set[sympy.Symbol] = {
-            s for n in self.captured.inputs.values() for size in meta(n).shape for s in expression(size).free_symbols
-        }
         lengths = sorted({*range(1, min(DENSE_SIZES, self.room) + 1), self.room})
-        sizes = [{**dict.fromkeys(symbols, 2), self.time: length} for length in lengths]
-        return [(length, self.constants.at([node], at)[node]) for length, at in zip(lengths, sizes, strict=True)]
+        return [(length, self.constants.at_length(node, length)) for length in lengths]
 
 
 _WRITES: dict[Any, Callable[[_Rewrite, Node, int], Node | None]] = {

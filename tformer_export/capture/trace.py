@@ -259,9 +259,12 @@ def _trace_or_refuse(
         with watch_sizes(example) as watch:
             traced = _TracedProgram(_trace(module, example, shapes), watch)
     except GuardOnDataDependentSymNode as error:
-        refusal = explain_trace(error, module, example, step_input, watch)
-        if not _reads_numbers(module, example):
-            refusal = explain_number(line_of_error(error), example)
+        reads_numbers = _reads_numbers(module, example)
+        refusal = (
+            explain_trace(error, module, example, step_input, watch)
+            if reads_numbers
+            else explain_number(line_of_error(error), example)
+        )
         if not is_branch(error):  # a number that Python reads would be the example's
             raise UnsupportedModelError(refusal) from error
         try:  # sizes alone may decide the branch
@@ -274,7 +277,7 @@ def _trace_or_refuse(
             raise
         except Exception as later:  # the cause, if the first branch depends on weights or sizes alone
             hides_branch = isinstance(later, PendingUnbackedSymbolNotFound)  # of a size that the branch fixed
-            if isinstance(later, GuardOnDataDependentSymNode) or not (hides_branch or _reads_numbers(module, example)):
+            if isinstance(later, GuardOnDataDependentSymNode) or not (hides_branch or reads_numbers):
                 refusal = explain_trace(later, module, example, step_input, watch)
             raise UnsupportedModelError(refusal) from error
     except TformerError:

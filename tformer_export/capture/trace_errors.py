@@ -25,8 +25,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from tformer_export.capture.trace_patches import SizeFractionError
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.source_lines import OUR_PACKAGE, error_summary, find_users_place, line_of_error, users_name
+from tformer_export.common.source_lines import OUR_PACKAGE, find_users_place, line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
+from tformer_runtime.base.errors import error_summary
 
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import importlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
 
-fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+if sys.platform != "win32":
+    import fcntl
+
 LOCK = "running"  # a file in the folder of an export
 JUST_MADE = 5.0  # seconds
 
@@ -52,7 +53,7 @@ def folder_next_to(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
     with folder as name, (Path(name) / LOCK).open("w") as lock:
-        if fcntl is not None:
+        if sys.platform != "win32":
             fcntl.flock(lock, fcntl.LOCK_EX)
         (Path(name) / "done").mkdir()
         yield Path(name)
@@ -60,7 +61,9 @@ def folder_next_to(out: Path) -> Iterator[Path]:
 
 def _sweep(out: Path) -> None:
     """Delete the folders of killed exports of this file: those whose lock nobody holds."""
-    for lock in out.parent.glob(f".{glob.escape(out.name)}.*/{LOCK}") if fcntl is not None else ():
+    if sys.platform == "win32":
+        return
+    for lock in out.parent.glob(f".{glob.escape(out.name)}.*/{LOCK}"):
         with contextlib.suppress(OSError), lock.open() as file:
             if time.time() - os.fstat(file.fileno()).st_mtime < JUST_MADE:
                 continue  # its export may be about to take the lock

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tformer_export.common.source_lines import error_summary, line_of_error
-from tformer_runtime.base.errors import TformerError, UnsupportedModelError
+from tformer_export.common.source_lines import line_of_error
+from tformer_runtime.base.errors import TformerError, UnsupportedModelError, error_summary
 
 
 def peak_memory() -> int:

@@ -20,7 +20,6 @@ _NOT_THE_USERS = (
     str(Path(os.__file__).parent / "functools.py"),
     "<",
 )
-MAX_QUOTED_CHARS = 200  # of the text of another library's error
 
 
 def is_users_file(file: str) -> bool:
@@ -70,10 +69,3 @@ def users_name(name: str) -> str:
 def line_of_error(error: BaseException) -> str:
     """Return the place in the user's code that raised the error."""
     return find_users_place(traceback.walk_tb(error.__traceback__))
-
-
-def error_summary(error: BaseException) -> str:
-    """Return the error's type and the first line of its text."""
-    text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    text = text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + " …"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -121,10 +121,7 @@ def _decode(
         for c in program.caches
     )
     context = tuple(p.name for p in others if p.name not in pasts and p.name not in controls)
-    is_hidden = inputs[step.name].tests_pad and special.pad_token_id not in (
-        *special.bos_token_ids,
-        *special.eos_token_ids,
-    )
+    is_hidden = inputs[step.name].tests_pad and special.pads_alone
     return DecodeStage(
         step=TensorSpec(**_spec(step)),
         controls=controls,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tformer_export.common.checkpoint import load_checkpoint
-from tformer_export.common.source_lines import error_summary
 from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
@@ -15,7 +14,7 @@ from tformer_export.sources.factory import from_factory, from_pickle, from_state
 from tformer_export.sources.hugging_face.folder import folder_of_weights, from_folder, is_weights_file
 from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_export.sources.untrusted_files import refuse_special_files
-from tformer_runtime.base.errors import OptionError, SourceError, TformerError
+from tformer_runtime.base.errors import OptionError, SourceError, TformerError, error_summary
 
 
 def find_source(spec: str | os.PathLike[str], revision: str | None = None, factory: str | None = None) -> str:

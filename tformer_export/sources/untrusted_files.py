@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 from tformer_runtime.base.errors import SourceError
+from tformer_runtime.base.special_files import special_kind
 
 MAX_JSON = 1 << 28  # bytes: the largest tokenizers take some 30 MB
 OTHER_WEIGHTS = "transformers_weights"  # of a config, which may name another file or index
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def refuse_special_files(path: Path) -> None:
     """Raise SourceError if a path, or an entry of a folder, is a named pipe, a device or a socket: it may never end."""
     entries: Iterable[Path] = (path, *path.iterdir()) if path.is_dir() else (path,)
     for entry in entries:
-        try:
-            kind = _KINDS.get(stat.S_IFMT(os.stat(entry).st_mode))
-        except OSError:  # a link to a file that is gone
-            continue
-        if kind is not None:
+        if (kind := special_kind(entry)) is not None:
             raise SourceError(f"{entry} is {kind}: a model is read from regular files")
 
 

@@ -13,9 +13,8 @@ from tformer_export.analysis.determinism import failing_line
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.analysis.interpreter import run
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.source_lines import error_summary
 from tformer_export.staging.restriction import PROBE_LENGTH
-from tformer_runtime.base.errors import UnsupportedModelError
+from tformer_runtime.base.errors import UnsupportedModelError, error_summary
 
 
 def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict[Node, Any]:

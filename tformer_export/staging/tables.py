@@ -147,7 +147,7 @@ def _limit_by_numbers(solver: RestrictionSolver, longest: int) -> None:
             for others in SIZES_OF_OTHERS:
                 at = as_function(number.subs(dict.fromkeys(number.free_symbols - {time}, others)), time)
                 changed = next((n for n in range(2, high + 1) if at(n) != at(1)), None)
-                if changed is not None and PROBE_LENGTH < changed <= high:
+                if changed is not None and changed > PROBE_LENGTH:
                     high = changed - 1
                     captured.limits[time] = high
                     captured.limit_lines[time] = source_line(node)

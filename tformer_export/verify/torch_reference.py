@@ -10,11 +10,11 @@ import torch
 
 from tformer_export.analysis.interpreter import run
 from tformer_export.capture.submodule_outputs import find_modules, record_outputs
-from tformer_export.common.source_lines import error_summary, line_of_error
+from tformer_export.common.source_lines import line_of_error
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
 from tformer_export.staging.difference_locator import DifferenceLocator
-from tformer_runtime.base.errors import UnsupportedModelError
+from tformer_runtime.base.errors import UnsupportedModelError, error_summary
 
 MAX_RUNS = 16  # of a source that returns one position for each run; at least the number of compared steps
 

@@ -1,1 +1,1 @@
-"""Errors, checks of arguments, and names of array types. Every other layer imports this one."""
+"""Errors, checks of arguments and of files, and names of array types. Every other layer imports this one."""

@@ -18,6 +18,8 @@ TformerError                base class; the command lines print its one sentence
 
 from __future__ import annotations
 
+MAX_QUOTED_CHARS = 200  # of the text of another library's error
+
 
 class TformerError(Exception):
     """Base of every error that tformer raises on purpose. Its text is one sentence for the user.
@@ -96,3 +98,10 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
     if isinstance(error, OptionError):
         return OptionError(error.reason, input_number, error.option)
     return type(error)(error.reason, input_number)
+
+
+def error_summary(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
+    text = text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + " …"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

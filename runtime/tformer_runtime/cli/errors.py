@@ -13,10 +13,9 @@ from typing import NoReturn
 
 import click
 
-from tformer_runtime.base.errors import OutputError, TformerError
+from tformer_runtime.base.errors import OutputError, TformerError, error_summary
 
 INTERRUPTED = 128 + signal.SIGINT
-MAX_QUOTED = 200  # characters of an error's text
 
 
 @contextlib.contextmanager
@@ -80,8 +79,7 @@ def _flush_or_discard() -> OSError | None:
 
 def _unforeseen(command: str, error: Exception) -> str:
     """Write the traceback of an error to a new file, and return the sentence that names it."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    summary = f"{type(error).__name__}: {text[:MAX_QUOTED]}" if text else type(error).__name__
+    summary = error_summary(error)
     try:
         handle, path = tempfile.mkstemp(prefix=f"{command}-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -101,6 +99,6 @@ def _fail(command: str, sentence: str, error: BaseException, status: int, verbos
 
 
 def _write(text: str) -> None:
-    """Write a text to standard error, if there is one. Half characters, as of file names, are escaped."""
+    """Write a text to standard error, if that is open. Lone surrogates, which a file name may hold, are escaped."""
     with contextlib.suppress(OSError, ValueError):
         click.echo(text.encode("utf-8", "backslashreplace").decode("utf-8"), nl=False, err=True)

@@ -105,7 +105,7 @@ class ResultFile:
         )  # of the run; in the journal
         self._next_record = 0.0  # time.monotonic()
         if not resume:
-            self._journal_entry()  # refuses a file of another in the place of the journal
+            self._journal_entry()  # this run would replace a file of the user that has the name of the journal
         if resume and not force and path.exists() and not self._part.exists():
             raise OutputError(f"{path} exists and {self._part} does not: there is nothing to resume")
         self._check_output()
@@ -220,7 +220,7 @@ class ResultFile:
         return progress
 
     def _journal_entry(self) -> tuple[_RunProgress, dict[str, Any]] | None:
-        """Return the progress and the options of the journal; None if there is none."""
+        """Return the progress and the options that the journal holds. Return None if there is no journal."""
         try:
             if self._journal.exists() and not self._journal.is_file():
                 raise OutputError(f"{self._journal} is not a regular file: move it away")

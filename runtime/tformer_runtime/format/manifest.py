@@ -265,6 +265,11 @@ class SpecialTokens:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
+    @property
+    def pads_alone(self) -> bool:
+        """Whether the padding is no id that decoding starts or ends with."""
+        return self.pad_token_id not in (*self.bos_token_ids, *self.eos_token_ids)
+
 
 SINGLE_LABEL = "single_label_classification"  # values of OutputMeaning.problem_type
 MULTI_LABEL = "multi_label_classification"

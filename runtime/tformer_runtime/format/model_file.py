@@ -12,13 +12,13 @@ memory holds only the weights that it packs for its kernels and the pages of the
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.base.special_files import special_kind
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.onnx_fields import (
     GRAPH_INITIALIZER,
@@ -65,7 +65,7 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
     """Yield the file and its size in bytes. Errors in opening and reading it become a ModelFileError."""
     name = os.fspath(path)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) and not Path(path).is_dir():
+        if special_kind(path) is not None:
             raise ModelFileError(f"{name} is no regular file but a pipe or a device, which may never end")
         with Path(path).open("rb") as file:
             yield file, os.fstat(file.fileno()).st_size

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
+from tformer_runtime.base.special_files import special_kind
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
 from tformer_runtime.preprocess.tiles import NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
 
@@ -242,7 +243,7 @@ def _open(source: Any, name: str) -> Image:
         image = Image.fromarray(source[..., 0] if source.shape[2:] == (1,) else source)
     elif isinstance(source, (str, os.PathLike, bytes)):
         file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
-        if isinstance(file, Path) and file.exists() and not (file.is_file() or file.is_dir()):
+        if isinstance(file, Path) and special_kind(file) is not None:
             raise InputError(f"{name} is no regular file but a pipe or a device, which may never end")
         with _open_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image

@@ -37,8 +37,6 @@ _OTHER_READS: set[Any] = {
     torch.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.masked_select, torch.Tensor.masked_select,
     torch.unique, torch.Tensor.unique, torch.bincount, torch.Tensor.bincount,
 }  # fmt: skip
-
-
 _MAYBE_BY_MASK: set[Any] = {torch.Tensor.__getitem__, torch.where}
 
 
@@ -108,11 +106,13 @@ class NoteReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SCALARS or func in _COMPARISONS or func is torch.Tensor.tolist:
-            place = find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1])
-            self.places += [place] * (args[0].numel() if func is torch.Tensor.tolist else 1)
+            count = args[0].numel() if func is torch.Tensor.tolist else 1
         elif func in _OTHER_READS or (func in _MAYBE_BY_MASK and _is_by_mask(func, args)):
-            self.places.append(find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1]))
-            self.reads_more = True
+            count, self.reads_more = 1, True
+        else:
+            count = 0
+        if count:
+            self.places += [find_users_place([*traceback.walk_stack(sys._getframe(1))][::-1])] * count
         return func(*args, **(kwargs or {}))
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from tformer_export.common.example_sizes import distinct_sizes
-from tformer_export.common.source_lines import error_summary, line_of_error
-from tformer_runtime.base.errors import SourceError
+from tformer_export.common.source_lines import line_of_error
+from tformer_runtime.base.errors import SourceError, error_summary
 
 Axes = Mapping[str, Sequence[int]]
 MAX_CHOICES = 64  # of axes of all inputs together
