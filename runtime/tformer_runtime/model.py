@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError, with_input_number
+from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, UnsupportedCallError, with_input_number
 from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.drafting import check_draft
@@ -74,6 +74,7 @@ class Model:
         self.inputs = Inputs(engine.manifest)
         self.budget = MemoryBudget(max_memory)
         self.generator = Generator(engine, self.inputs.output_codec, self.inputs.output_tokenizer, self.budget)
+        self._check_file()
 
     @classmethod
     def load(
@@ -93,6 +94,26 @@ class Model:
         Raise ModelFileError, DeviceError or MissingExtraError.
         """
         return cls(Engine(Session(path, device, threads)), max_memory)
+
+    def _check_file(self) -> None:
+        """Raise ModelFileError for settings of the file that no call could use: a stranger may have written them."""
+        manifest, path = self.manifest, self.engine.session.path
+        try:
+            if SeriesPreprocessor.of(manifest) is not None:
+                _ = self._forecaster
+            elif manifest.decode is None:
+                _ = self._only_task
+            elif is_speech_to_text(manifest):
+                _ = self._transcriber
+            elif not manifest.decode.features:
+                Settings.of(GenerationOptions(), manifest.generation_defaults)
+                manifest.adapter_number(manifest.generation_defaults.get("adapter"))
+            if manifest.decode is not None and manifest.decode.shortlist is not None:
+                _ = self.engine.shortlist
+        except ModelFileError as error:
+            raise ModelFileError(f"{path}: {error}") from error
+        except (OptionError, UnsupportedCallError) as error:
+            raise ModelFileError(f"the defaults of {path} are damaged ({error}): export the model again") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""

@@ -398,7 +398,9 @@ def write_encoder(path: Path) -> Path:
     weights = [numpy_helper.from_array(toy.weights()[n], n) for n in ("source", "ck", "cv")]
     graph = h.make_graph(g.nodes, "encoder", *ports, weights)
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 21)], ir_version=10)
-    h.set_model_props(model, {m.MANIFEST_KEY: replace(toy.manifest(), decode=None, task="embed").to_json()})
+    of_encode = {name: index for name, index in toy.manifest().tokenizer_of.items() if name == "src"}
+    manifest = replace(toy.manifest(), decode=None, task="embed", tokenizer_of=of_encode)
+    h.set_model_props(model, {m.MANIFEST_KEY: manifest.to_json()})
     onnx.save(model, path)
     return path
 

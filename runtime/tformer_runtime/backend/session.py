@@ -31,6 +31,7 @@ from tformer_runtime.base.errors import (
 )
 from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest_checks import check_graph
 from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
 from tformer_runtime.format.stage_split import Stage, extract_stage
@@ -41,6 +42,7 @@ SessionName = Stage | Literal["top_logits"]  # top_logits: `sampling_graph.top_l
 DEVICES = ("auto", "cpu", "cuda")
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
+_DTYPES = {"float": "float32", "double": "float64"}  # onnxruntime's names that are not numpy's
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
 _NO_MEMORY = re.compile(r"allocate memory|bad.alloc|AllocateRaw|out of memory", re.IGNORECASE)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
@@ -89,10 +91,23 @@ class Session:
             self.device = "cpu"
             self._sessions = self._load(split_stages)
         logger.info("device: %s", self.device)
+        self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
         self._bfloat16_names = frozenset(
             name for session in self._sessions.values() for name in _bfloat16_tensors(session)
         )
+
+    def _check_graph(self) -> None:
+        """Raise ModelFileError if the graph has other tensors than the manifest describes."""
+        stages = [session for name, session in self._sessions.items() if name != "top_logits"]
+        inputs, outputs = (
+            {v.name: (_dtype(v.type), _shape(v)) for session in stages for v in getattr(session, kind)()}
+            for kind in ("get_inputs", "get_outputs")
+        )
+        try:
+            check_graph(self.manifest, inputs, outputs)
+        except ModelFileError as error:
+            raise ModelFileError(f"{self.path}: {error}") from error
 
     @property
     def keeps_buffers(self) -> bool:
@@ -313,7 +328,18 @@ def find_missing_cuda() -> str | None:
 
 
 def _shapes(session: Any) -> dict[str, tuple[int | None, ...]]:
-    return {i.name: tuple(d if isinstance(d, int) else None for d in i.shape) for i in session.get_inputs()}
+    return {i.name: _shape(i) for i in session.get_inputs()}
+
+
+def _shape(tensor: Any) -> tuple[int | None, ...]:
+    """Return the shape of a graph's input or output, with None for free axes."""
+    return tuple(d if isinstance(d, int) else None for d in tensor.shape)
+
+
+def _dtype(kind: str) -> str:
+    """Return the manifest's name of a type of onnxruntime, such as "tensor(float)"."""
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    return _DTYPES.get(name, name)
 
 
 def _bfloat16_tensors(session: Any) -> list[str]:

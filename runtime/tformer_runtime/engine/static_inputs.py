@@ -8,7 +8,6 @@ import numpy as np
 
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Ints
-from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import (
     ADAPTER_INPUT,
@@ -32,26 +31,15 @@ class StaticInputs:
     """
 
     def __init__(self, session: Session) -> None:
-        """Create the inputs. Raise ModelFileError if the graph does not match the manifest."""
+        """Create the inputs. `Session` has compared the graph with the manifest."""
         self.session = session
-        self.context = self._check_context()
+        decode = session.manifest.decode
+        self.context = decode.context if decode is not None else ()
         self.slot_indices: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
         self.placeholders = self._make_placeholders()
         self.one_column_inputs = self._make_one_column_inputs()
         stage = session.input_shapes("decode").get(STAGE_INPUT, ())
         self.decode_flag = session.device_tensor(np.ones([size or 1 for size in stage], np.bool_))
-
-    def _check_context(self) -> tuple[str, ...]:
-        decode, outputs = self.session.manifest.decode, self.session.manifest.encoded
-        if decode is None:
-            return ()
-        names = decode.context
-        if len(names) != len(outputs) or any(name not in self.session.input_shapes("decode") for name in names):
-            raise ModelFileError(
-                f"{self.session.path}: its manifest lists {len(outputs)} context tensors, but its graph does not read "
-                "all of them: export the model again"
-            )
-        return names
 
     def _make_placeholders(self) -> dict[str, Any]:
         """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""
@@ -69,13 +57,7 @@ class StaticInputs:
                 dtypes |= {GATHER_IDS: "int64", COLUMN_IDS: "int64", COLUMN_WEIGHT: manifest.decode.shortlist.dtype}
         inputs = {**self.session.input_shapes("encode"), **self.session.input_shapes("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
-        try:
-            arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}
-        except KeyError as error:
-            raise ModelFileError(
-                f"{self.session.path}: its graph has an input {error} that its manifest does not describe: export the "
-                "model again"
-            ) from error
+        arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}
         return {name: self.session.device_tensor(array) for name, array in arrays.items()}
 
     def _make_one_column_inputs(self) -> dict[str, Any]:

@@ -52,18 +52,20 @@ initialised with zeros.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.base.errors import ModelFileError, OptionError
+from tformer_runtime.base.validation import MAX_THREADS
+from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 7
+MANIFEST_VERSION = 8
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -94,6 +96,10 @@ ATTENTIONS = "attentions"
 HIDDEN_STATES = "hidden_states"
 
 
+Shape = tuple[Index | Name, ...]
+Dtype = Annotated[str, msgspec.Meta(pattern="^(bool|u?int8|int16|int32|int64|b?float16|float32|float64)$")]
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A graph input or output.
@@ -102,9 +108,9 @@ class TensorSpec:
     shape: for each axis its size, or the name of a free size.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    name: Name
+    dtype: Dtype
+    shape: Shape
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,12 @@ class RequestInput(TensorSpec):
     vocabulary: the number of ids.
     """
 
-    role: str = "ids"
+    role: Annotated[str, msgspec.Meta(pattern="^(ids|types|mask|data)$")] = "ids"
     of: str | None = None
     keep: bool = True
-    pad: int = 0
-    max_length: int | None = None
-    vocabulary: int | None = None
+    pad: Id = 0
+    max_length: Count | None = None
+    vocabulary: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -138,10 +144,10 @@ class CacheSpec:
     in_place: whether past and present are bound to one buffer. False for a carry.
     """
 
-    past: str
-    present: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    past: Name
+    present: Name
+    dtype: Dtype
+    shape: Shape
     in_place: bool = True
 
     @property
@@ -159,7 +165,7 @@ class ExtraOutput(TensorSpec):
         or HIDDEN_STATES (the output of the source model's submodule `NAME`; the output's name is "hidden_states.NAME").
     """
 
-    kind: str = HIDDEN_STATES
+    kind: Annotated[str, msgspec.Meta(pattern="^(cross_attentions|attentions|hidden_states)$")] = HIDDEN_STATES
 
     @property
     def module(self) -> str:
@@ -176,9 +182,9 @@ class DerivedLength:
     of: the name of the input axis.
     """
 
-    of: str
-    minimum: int
-    stride: int
+    of: Name
+    minimum: Index
+    stride: Count
 
 
 @dataclass(frozen=True)
@@ -207,10 +213,10 @@ class ShortlistSpec:
     measured: figures from the data that the shortlist was learned from, for people.
     """
 
-    dtype: str
-    inner: int
-    common: int = 0
-    each: int = 0
+    dtype: Dtype
+    inner: Count
+    common: Index = 0
+    each: Index = 0
     measured: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -234,17 +240,17 @@ class DecodeStage:
     """
 
     step: TensorSpec
-    controls: tuple[str, ...]
+    controls: tuple[Name, ...]
     caches: tuple[CacheSpec, ...]
     logits: TensorSpec
-    context: tuple[str, ...] = ()
-    vocabulary: int | None = None
+    context: tuple[Name, ...] = ()
+    vocabulary: Count | None = None
     chunked_prefill: bool = True
     extras: tuple[ExtraOutput, ...] = ()
     shares_context: bool = False
     shortlist: ShortlistSpec | None = None
-    small_batch_limit: int | None = None
-    hidden_id: int | None = None
+    small_batch_limit: Index | None = None
+    hidden_id: Index | None = None
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -261,9 +267,9 @@ class SpecialTokens:
     pad_token_id: the padding; None if the model has none.
     """
 
-    bos_token_ids: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    bos_token_ids: tuple[Index, ...] = ()
+    eos_token_ids: tuple[Index, ...] = ()
+    pad_token_id: Index | None = None
 
     @property
     def pads_alone(self) -> bool:
@@ -299,7 +305,7 @@ class Preprocessing:
     numbers: sizes, means and rates, by the names of that kind.
     """
 
-    kind: str
+    kind: Annotated[str, msgspec.Meta(pattern="^(audio|image|series)$")]
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -317,8 +323,8 @@ class Placeholder:
         and after the tiles' placeholders; empty for pictures that are one item each.
     """
 
-    token_id: int
-    positions: int
+    token_id: Index
+    positions: Count
     marker: str = ""
     replacement: str = ""
     grids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -334,7 +340,7 @@ class SessionSettings:
         SkipLayerNormalization and BiasGelu, as measured (docs/design/kernels.md).
     """
 
-    threads: int | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)] | None = None
     spinning: bool = True
     disabled_optimizers: tuple[str, ...] = ("SkipLayerNormFusion", "BiasGeluFusion")
 
@@ -361,12 +367,12 @@ class Manifest:
     """
 
     task: str
-    max_length: int
+    max_length: Index
     encode: EncodeStage | None
     decode: DecodeStage | None
     special_tokens: SpecialTokens = SpecialTokens()
     tokenizers: tuple[str, ...] = ()
-    tokenizer_of: Mapping[str, int] = field(default_factory=dict)
+    tokenizer_of: Mapping[str, Index] = field(default_factory=dict)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     target: str = "cpu"
     precision: str = "fp32"
@@ -381,7 +387,7 @@ class Manifest:
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
     output_meaning: OutputMeaning = OutputMeaning()
     preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[Name, ...] = ()
     placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
     version: int = MANIFEST_VERSION
 
@@ -429,15 +435,21 @@ class Manifest:
         return {ADAPTER_INPUT: np.array(number, np.int64)} if self.adapters else {}
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read a manifest. Raise ModelFileError if it is damaged, or has another version than this runtime."""
+        """Read a manifest: all fields, of their types and within their bounds, and no others.
+
+        `manifest_checks` has the rules that concern several fields.
+        Raise ModelFileError if it is damaged, or has another version than this runtime.
+        """
         try:
-            data = json.loads(text)
-            version = int(data["version"])
-        except (ValueError, KeyError, TypeError) as error:
+            data = msgspec.json.decode(text)
+            version = data["version"]
+            if type(version) is not int:
+                raise TypeError
+        except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, KeyError, TypeError) as error:
             raise ModelFileError("the file's tformer manifest is damaged: export the model again") from error
         if version > MANIFEST_VERSION:
             raise ModelFileError(
@@ -449,77 +461,4 @@ class Manifest:
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"
             )
-        try:
-            return cls._from_dict(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ModelFileError(f"the file's tformer manifest is damaged ({error}): export the model again") from error
-
-    @classmethod
-    def _from_dict(cls, data: dict[str, Any]) -> Manifest:
-        encode, decode = data["encode"], data["decode"]
-        return cls(
-            **{
-                **data,
-                "encode": encode
-                and EncodeStage(
-                    tuple(RequestInput(**_with_shape(i)) for i in encode["inputs"]),
-                    tuple(TensorSpec(**_with_shape(o)) for o in encode["outputs"]),
-                    _extras(encode),
-                    bool(encode["ragged"]),
-                    {name: DerivedLength(**length) for name, length in encode["derived_lengths"].items()},
-                ),
-                "decode": decode
-                and DecodeStage(
-                    TensorSpec(**_with_shape(decode["step"])),
-                    tuple(decode["controls"]),
-                    tuple(CacheSpec(**_with_shape(c)) for c in decode["caches"]),
-                    TensorSpec(**_with_shape(decode["logits"])),
-                    tuple(decode["context"]),
-                    decode["vocabulary"],
-                    decode["chunked_prefill"],
-                    _extras(decode),
-                    decode["shares_context"],
-                    ShortlistSpec(**decode["shortlist"]) if decode["shortlist"] else None,
-                    decode["small_batch_limit"],
-                    decode.get("hidden_id"),  # of files since 2026-11
-                ),
-                "special_tokens": SpecialTokens(
-                    tuple(data["special_tokens"]["bos_token_ids"]),
-                    tuple(data["special_tokens"]["eos_token_ids"]),
-                    data["special_tokens"]["pad_token_id"],
-                ),
-                "tokenizers": tuple(data["tokenizers"]),
-                "adapters": tuple(data["adapters"]),
-                "session": _session(data["session"]),
-                "output_meaning": _output_meaning(data["output_meaning"]),
-                "preprocessing": {name: Preprocessing(**step) for name, step in data["preprocessing"].items()},
-                "placeholders": {name: _placeholder(it) for name, it in data["placeholders"].items()},
-                "version": MANIFEST_VERSION,
-            }
-        )
-
-
-def _placeholder(entry: dict[str, Any]) -> Placeholder:
-    grids = {str(grid): tuple(map(str, texts)) for grid, texts in entry["grids"].items()}
-    return Placeholder(**{**entry, "grids": grids})
-
-
-def _extras(stage: dict[str, Any]) -> tuple[ExtraOutput, ...]:
-    return tuple(ExtraOutput(**_with_shape(extra)) for extra in stage["extras"])
-
-
-def _output_meaning(data: dict[str, Any]) -> OutputMeaning:
-    return OutputMeaning(**{**data, "labels": tuple(data.get("labels", ()))})
-
-
-def _session(data: dict[str, Any]) -> SessionSettings:
-    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
-    settings = SessionSettings(**{**data, **lists})
-    if not (settings.threads is None or isinstance(settings.threads, int)):
-        raise ValueError(f"session threads {settings.threads!r}")
-    return settings
-
-
-def _with_shape(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a tensor with its shape as a tuple."""
-    return {**data, "shape": tuple(data["shape"])}
+        return read_typed(cls, data, "the file's tformer manifest is damaged")

@@ -20,6 +20,7 @@ from typing import BinaryIO
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.base.special_files import special_kind
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
+from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
     GRAPH_INITIALIZER,
     MODEL_GRAPH,
@@ -49,9 +50,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     if MANIFEST_KEY not in metadata:
         raise ModelFileError(f"{os.fspath(path)} has no tformer manifest: export the model with tformer-export")
     try:
-        return Manifest.from_json(metadata[MANIFEST_KEY])
+        manifest = Manifest.from_json(metadata[MANIFEST_KEY])
+        check_manifest(manifest)
     except ModelFileError as error:
         raise ModelFileError(f"{os.fspath(path)}: {error}") from error
+    return manifest
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

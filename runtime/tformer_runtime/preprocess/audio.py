@@ -19,15 +19,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
 from tformer_runtime.format.manifest import AUDIO, Manifest, Preprocessing
+from tformer_runtime.format.typed_json import Count, Index, read_typed
 
 TASK = "automatic-speech-recognition"
 WAVEFORM, LOG_MEL = "waveform", "log-mel"
@@ -36,6 +38,7 @@ MIN_POWER, LOG10_POWER_RANGE = 1e-10, 8.0
 FFT_CHUNK_FRAMES = 4096  # 13 MB for frames of 400 samples
 MAX_SAMPLES = 2**30  # of all channels, 4 GiB: 18 hours at 16 kHz. A small compressed file could fill the memory.
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # samples per second
+MAX_FFT = 2**16  # samples of a Fourier transform, and bands of a spectrogram
 MP3_MISSING_SAMPLES = 2304  # two frames of MP3, which a complete file may lack
 HEADER_SLACK_BYTES = 8  # writers differ in whether the size in a header includes the header
 MIN_PIPE_BYTES = 2**31 - 2**16  # a header with at least this size was written to a pipe, before the size was known
@@ -56,15 +59,15 @@ class AudioPreprocessor:
     n_samples: the length of a spectrogram's input; shorter sounds are padded with silence.
     """
 
-    sampling_rate: int = 16000
+    sampling_rate: Annotated[int, Meta(ge=1, le=MAX_RATE)] = 16000
     features: str = WAVEFORM
     normalize: bool = False
-    min_samples: int = 1
-    num_mel_bins: int = 0
-    n_fft: int = 0
-    hop_length: int = 0
-    max_frequency: float = 0.0
-    n_samples: int = 0
+    min_samples: Count = 1
+    num_mel_bins: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
+    n_fft: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
+    hop_length: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
+    max_frequency: Annotated[float, Meta(ge=0, le=MAX_RATE)] = 0.0
+    n_samples: Index = 0
 
     @property
     def frames(self) -> int:
@@ -175,19 +178,13 @@ class AudioPreprocessor:
     @classmethod
     def of(cls, entry: Preprocessing) -> AudioPreprocessor:
         """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
-        try:
-            audio = cls(**entry.numbers)
-            if audio.features not in (WAVEFORM, LOG_MEL) or audio.sampling_rate < 1 or audio.min_samples < 1:
-                raise ValueError(f"{audio.features} at {audio.sampling_rate} Hz")
-            if (
-                audio.features == LOG_MEL
-                and min(audio.num_mel_bins, audio.n_fft, audio.hop_length, audio.n_samples, audio.max_frequency) <= 0
-            ):
-                raise ValueError("a spectrogram without size")
-        except (TypeError, ValueError) as error:
-            raise ModelFileError(
-                f"the sound settings of the file are damaged ({error}): export the model again"
-            ) from error
+        damaged = "the sound settings of the file are damaged"
+        audio = read_typed(cls, entry.numbers, damaged)
+        sizes = (audio.num_mel_bins, audio.n_fft, audio.hop_length, audio.n_samples, audio.max_frequency)
+        if audio.features not in (WAVEFORM, LOG_MEL):
+            raise ModelFileError(f"{damaged} (features {audio.features!r}): export the model again")
+        if audio.features == LOG_MEL and min(sizes) <= 0:
+            raise ModelFileError(f"{damaged} (a spectrogram without size): export the model again")
         return audio
 
 
@@ -195,7 +192,16 @@ def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:
     """Return the name of the input that reads a sound, and its preprocessor; None without one."""
     for name, entry in manifest.preprocessing.items():
         if entry.kind == AUDIO:
-            return name, AudioPreprocessor.of(entry)
+            audio = AudioPreprocessor.of(entry)
+            shapes = [spec.shape for spec in manifest.encode.inputs if spec.name == name] if manifest.encode else []
+            fixed = [size for shape in shapes for size in shape[1:] if isinstance(size, int)]
+            if audio.features == LOG_MEL and not {*fixed} <= {audio.num_mel_bins, audio.frames}:
+                sizes, expected = f"{audio.num_mel_bins} × {audio.frames}", " × ".join(map(str, fixed))
+                raise ModelFileError(
+                    f"the sound settings of the file are damaged (a spectrogram of {sizes} for an input of {expected}): "
+                    "export the model again"
+                )
+            return name, audio
     return None
 
 

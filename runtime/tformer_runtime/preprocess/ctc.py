@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tformer_runtime.base.arrays import F64, Ints
+from tformer_runtime.format.typed_json import Index
 
 
 class CtcHypothesis(NamedTuple):
@@ -134,7 +135,7 @@ class CtcSpelling:
     """
 
     tokens: tuple[str, ...]
-    blank: int
+    blank: Index
     delimiter: str | None = None
     space: str = " "
     lower: bool = False

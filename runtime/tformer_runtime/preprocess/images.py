@@ -15,15 +15,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
 from tformer_runtime.base.special_files import special_kind
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
+from tformer_runtime.format.typed_json import read_typed
 from tformer_runtime.preprocess.tiles import NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"longest_edge"},  # with tiles
 )
 MAX_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB. A small compressed file could fill the memory.
+MAX_TARGET_EDGE = 2**14  # of a resized or cropped image
+Edge = Annotated[int, Meta(ge=1, le=MAX_TARGET_EDGE)]
 
 _open_lock = threading.Lock()  # warning filters are global
 
@@ -56,14 +60,14 @@ class ImagePreprocessor:
     splits: whether an image is cut into tiles (`tiles.cut`). Otherwise it is resized to one.
     """
 
-    size: Mapping[str, int] = field(default_factory=dict)
+    size: Mapping[str, Edge] = field(default_factory=dict)
     resample: str = "bilinear"
-    crop: tuple[int, ...] = ()
+    crop: tuple[Edge, ...] = ()
     scale: float | None = 1 / 255
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     channels: int = 3
-    tile: int = 0
+    tile: Annotated[int, Meta(ge=0, le=MAX_TARGET_EDGE)] = 0
     splits: bool = False
 
     @property
@@ -159,14 +163,12 @@ class ImagePreprocessor:
     @classmethod
     def of(cls, entry: Preprocessing) -> ImagePreprocessor:
         """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
+        damaged = "the image settings of the file are damaged"
+        images = read_typed(cls, entry.numbers, damaged)
         try:
-            tuples = {name: tuple(value) for name, value in entry.numbers.items() if isinstance(value, (list, tuple))}
-            images = cls(**{**entry.numbers, **tuples})
             images.check()
         except (TypeError, ValueError) as error:
-            raise ModelFileError(
-                f"the image settings of the file are damaged ({error}): export the model again"
-            ) from error
+            raise ModelFileError(f"{damaged} ({error}): export the model again") from error
         return images
 
     def check(self) -> None:

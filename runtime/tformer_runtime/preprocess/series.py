@@ -17,10 +17,12 @@ from tformer_runtime.base.arrays import F64
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError
 from tformer_runtime.base.validation import check_int
 from tformer_runtime.format.manifest import SERIES, Manifest, Preprocessing
+from tformer_runtime.format.typed_json import Count, Index, read_typed
 
 TASK = "time-series-forecasting"
 NONE, FIXED, INSTANCE = "none", "fixed", "instance"
 VARIANCE_EPSILON = 1e-5  # as in the code of the paper
+DAMAGED = "the series settings of the file are damaged"
 
 Begin = int | tuple[tuple[float, ...], ...]
 
@@ -58,18 +60,18 @@ class SeriesPreprocessor:
     """
 
     input: str
-    features: int
+    features: Count
     columns: tuple[str, ...] = ()
-    targets: tuple[int, ...] = (0,)
-    feedback: tuple[int, ...] = (0,)
-    horizon: int | None = None
+    targets: tuple[Index, ...] = (0,)
+    feedback: tuple[Index, ...] = (0,)
+    horizon: Count | None = None
     at_once: bool = False
     begin: Begin = 0
     normalize: str = NONE
     mean: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
-    min_context_length: int = 1
-    max_context_length: int | None = None
+    min_context_length: Index = 1
+    max_context_length: Count | None = None
     ragged: bool = True
 
     @property
@@ -171,15 +173,26 @@ class SeriesPreprocessor:
         """Return the series of a manifest; None without one. Raise ModelFileError for a damaged entry."""
         for name, entry in manifest.preprocessing.items():
             if entry.kind == SERIES:
-                try:
-                    return cls(input=name, **{key: _tuples(value) for key, value in entry.numbers.items()})
-                except TypeError as error:
-                    raise ModelFileError(
-                        f"the series settings of the file are damaged ({error}): export the model again"
-                    ) from error
+                series = read_typed(cls, {"input": name, **entry.numbers}, DAMAGED)
+                problem = series._contradiction()
+                if problem:
+                    raise ModelFileError(f"{DAMAGED} ({problem}): export the model again")
+                return series
         return None
 
-
-def _tuples(value: Any) -> Any:
-    """Convert lists of JSON to tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+    def _contradiction(self) -> str | None:
+        """Return what contradicts itself in the fields; None if nothing does."""
+        if self.columns and len(self.columns) != self.features:
+            return f"{len(self.columns)} names of {self.features} columns"
+        if not self.targets or max(self.targets) >= self.features or len(self.feedback) != len(self.targets):
+            return f"targets {list(self.targets)} with the outputs {list(self.feedback)}, of {self.features} columns"
+        if self.normalize not in (NONE, FIXED, INSTANCE):
+            return f"normalize {self.normalize!r}"
+        if self.normalize == FIXED and not len(self.mean) == len(self.scale) == self.features:
+            return f"{len(self.mean)} means and {len(self.scale)} scales of {self.features} columns"
+        if not np.isfinite([*self.mean, *self.scale]).all() or 0 in self.scale:
+            return "a mean or a scale that is not finite, or a scale of 0"
+        if isinstance(self.begin, tuple):
+            rows = self.begin
+            return None if rows and all(len(row) == len(self.targets) for row in rows) else "begin has other targets"
+        return None if self.begin >= 0 else f"begin {self.begin}"

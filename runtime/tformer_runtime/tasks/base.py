@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
-from tformer_runtime.base.errors import InputError, OptionError
+from tformer_runtime.base.errors import InputError, ModelFileError, OptionError
 from tformer_runtime.base.validation import check_bool
 from tformer_runtime.decoding.options import ADAPTERS, OPTIONS
 from tformer_runtime.format.manifest import ATTENTIONS, Manifest
@@ -68,6 +68,7 @@ class BaseTask(ABC):
     needs_tokenizer: whether the task needs a tokenizer.
     can_truncate: whether an input that is too long can be cut.
     can_switch_adapters: whether a file of the task can hold adapters among which each run chooses.
+    file_settings: name of a setting in the manifest (`OutputMeaning.settings`) → its type.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -79,10 +80,17 @@ class BaseTask(ABC):
     needs_tokenizer: ClassVar[bool] = False
     can_truncate: ClassVar[bool] = True
     can_switch_adapters: ClassVar[bool] = True
+    file_settings: ClassVar[Mapping[str, type]] = {}
 
     def __init__(self, manifest: Manifest) -> None:
+        """Raise ModelFileError for a setting of the file that is of another type."""
         self.manifest = manifest
         self.output_meaning = manifest.output_meaning
+        for name, kind in self.file_settings.items():
+            if name in self.output_meaning.settings and type(self.output_meaning.settings[name]) is not kind:
+                raise ModelFileError(
+                    f"the task settings of the file are damaged ({name} is no {kind.__name__}): export the model again"
+                )
 
     @classmethod
     def all_flags(cls) -> dict[str, dict[str, Flag]]:

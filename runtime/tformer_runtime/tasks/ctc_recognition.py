@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from tformer_runtime.base.errors import ModelFileError, OptionError
 from tformer_runtime.base.validation import check_int, check_seconds
 from tformer_runtime.decoding.sampling import log_normalizer
 from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.typed_json import read_typed
 from tformer_runtime.preprocess.audio import LOG_MEL, TASK, audio_of
 from tformer_runtime.preprocess.ctc import CtcSpan, CtcSpelling, align_path, beam_search, collapse_path, greedy_path
 from tformer_runtime.tasks.base import Outputs, TaskInput, only_request
@@ -66,14 +68,16 @@ class CtcRecognition(Speech):
         self._windowed_audio = audio if has_windows else None
         stride = self._frame_stride
         self._min_context_samples = max(0, -(-(self._min_samples - stride) // stride)) * stride
-        try:
-            blank = int(self.output_meaning.settings.get("blank", 0))
-            spelling = {name: value for name, value in self.output_meaning.settings.items() if name != "blank"}
-            self._spelling = CtcSpelling(self.output_meaning.labels, blank, **spelling)
-        except (TypeError, ValueError) as error:
+        damaged = "the token settings of the file are damaged"
+        defaults = asdict(CtcSpelling((), 0))  # a file without a tokenizer has the blank alone
+        settings = {**defaults, **self.output_meaning.settings, "tokens": self.output_meaning.labels}
+        self._spelling = read_typed(CtcSpelling, settings, damaged)
+        size = encode.outputs[0].shape[-1]
+        if isinstance(size, int) and (self._spelling.blank >= size or len(self._spelling.tokens) not in (0, size)):
             raise ModelFileError(
-                f"the token settings of the file are damaged ({error}): export the model again"
-            ) from error
+                f"{damaged} ({len(self._spelling.tokens)} tokens, with the blank {self._spelling.blank}, of {size}): "
+                "export the model again"
+            )
 
     @property
     def in_windows(self) -> bool:

@@ -27,6 +27,7 @@ class Features(BaseTask):
     names: ClassVar[tuple[str, ...]] = ("feature-extraction", "sentence-similarity")
     does = "turns each input into numbers"
     call = "embed()"
+    file_settings = {PROMPT: str}  # noqa: RUF012
     flags = {  # noqa: RUF012
         "Vectors": {
             "similarity": switch(

@@ -52,6 +52,7 @@ class FillMask(BaseTask):
     names = ("fill-mask",)
     does = "fills in masks"
     call = "fill()"
+    file_settings = {MASK: int}  # noqa: RUF012
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Masks": {

@@ -57,6 +57,7 @@ class QuestionAnswering(BaseTask):
     names = ("question-answering",)
     does = "answers questions from a context"
     call = "answer()"
+    file_settings = {FIRST: int}  # noqa: RUF012
     needs_tokenizer = True
     can_truncate = False  # a context is read in windows
     # All spans, because the order of equally probable ones is arbitrary.

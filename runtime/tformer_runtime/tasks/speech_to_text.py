@@ -13,18 +13,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, TformerError, with_input_number
-from tformer_runtime.base.validation import MAX_THREADS, check_int
+from tformer_runtime.base.validation import MAX_THREADS, MAX_TIMEOUT_SECONDS, check_int
 from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.ordered import BatchRunner, WindowLimits, in_order
 from tformer_runtime.decoding.request import Request, Result
 from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.typed_json import Count, Index, read_typed
 from tformer_runtime.preprocess.audio import AudioPreprocessor, audio_of
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 from tformer_runtime.tasks.speech import Segment, Speech, Transcription
@@ -49,18 +51,18 @@ class DecoderPrompt:
     max_new_tokens: the maximum number of tokens of a window.
     """
 
-    languages: Mapping[str, int] = field(default_factory=dict)
-    tasks: Mapping[str, int] = field(default_factory=dict)
+    languages: Mapping[str, Index] = field(default_factory=dict)
+    tasks: Mapping[str, Index] = field(default_factory=dict)
     language: str | None = None
     task: str | None = None
-    forced: Sequence[int | None] = ()
+    forced: Sequence[Index | None] = ()
     multilingual: bool = True
-    no_timestamps: int | None = None
+    no_timestamps: Index | None = None
     timestamps: bool = False
-    latest: int | None = None
-    step: float = 0.02
-    stride: int = 2
-    max_new_tokens: int | None = None
+    latest: Index | None = None
+    step: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_SECONDS)] = 0.02
+    stride: Count = 2
+    max_new_tokens: Count | None = None
 
     def language_id(self, name: str) -> int:
         """Return the id of a language. Raise OptionError for a language that the model does not have."""
@@ -201,12 +203,15 @@ class SpeechToText(Speech):
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
-        try:
-            self.prompt = DecoderPrompt(**manifest.output_meaning.settings)
-        except TypeError as error:
-            raise ModelFileError(
-                f"the token settings of the file are damaged ({error}): export the model again"
-            ) from error
+        damaged = "the token settings of the file are damaged"
+        prompt = self.prompt = read_typed(DecoderPrompt, manifest.output_meaning.settings, damaged)
+        vocabulary = int(manifest.decode.logits.shape[-1]) if manifest.decode else 0
+        ids = [*prompt.languages.values(), *prompt.tasks.values(), *prompt.forced, prompt.no_timestamps]
+        if any(token_id is not None and token_id >= vocabulary for token_id in ids):
+            raise ModelFileError(f"{damaged} (an id beyond the {vocabulary} of the model): export the model again")
+        for name, known in ((prompt.language, prompt.languages), (prompt.task, prompt.tasks)):
+            if name is not None and name not in known and f"<|{name.lower()}|>" not in known:
+                raise ModelFileError(f"{damaged} (no token of {name!r}): export the model again")
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         values = {name: value for name, value in values.items() if value is not None}

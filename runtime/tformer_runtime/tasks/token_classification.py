@@ -76,6 +76,7 @@ class TokenClassification(BaseTask):
     names = ("token-classification",)
     does = "labels spans of its inputs"
     call = "entities()"
+    file_settings = {UNKNOWN: int}  # noqa: RUF012
     needs_tokenizer = True
     flags = {  # noqa: RUF012
         "Spans": {

@@ -1,0 +1,241 @@
+"""Rules of a manifest that concern several of its fields, and a graph that has to be as the manifest describes it.
+
+`Manifest.from_json` has checked each field alone: its type and its bounds. A file from a stranger may break any of the
+rules here, and the runtime would fail late, in the middle of a request, or read other memory than it means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.manifest import (
+    ADAPTER_INPUT,
+    ADAPTER_ROWS,
+    BATCH_AXIS,
+    COLUMN_IDS,
+    COLUMN_WEIGHT,
+    GATHER_IDS,
+    LAST_POSITION,
+    NEW_AXIS,
+    NEW_COUNTS,
+    POSITIONS,
+    SELECTED_TOKENS,
+    SLOT_AXIS,
+    SLOT_INDICES,
+    STAGE_INPUT,
+    START_SLOT,
+    TOTAL_SLOTS,
+    DecodeStage,
+    EncodeStage,
+    Manifest,
+    TensorSpec,
+)
+
+GraphTensors = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name → dtype, and shape with None for free axes
+CONTROLS = {
+    POSITIONS: "int64",
+    LAST_POSITION: "int32",
+    TOTAL_SLOTS: "int32",
+    START_SLOT: "int64",
+    SLOT_INDICES: "int64",
+    NEW_COUNTS: "int64",
+    SELECTED_TOKENS: "int64",
+    ADAPTER_ROWS: "int64",
+}
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise ModelFileError for a manifest whose fields contradict each other. Cost: linear in its tensors and ids."""
+    with _as_file_errors():
+        if manifest.encode is None and manifest.decode is None:
+            raise _ContradictionError("it has no stage")
+        if manifest.encode is not None:
+            _check_encode(manifest.encode)
+        if manifest.decode is not None:
+            _check_decode(manifest, manifest.decode)
+        inputs = [*(i.name for i in manifest.encode.inputs if i.role != "mask")] if manifest.encode else []
+        inputs += [manifest.decode.step.name] if manifest.decode else []
+        _check_unique("inputs", inputs)
+        for name, index in manifest.tokenizer_of.items():
+            if name not in inputs or index >= len(manifest.tokenizers):
+                raise _ContradictionError(f"tokenizer {index} of {name!r} does not exist, or the input does not")
+        for kind, names in (("preprocessing", manifest.preprocessing), ("placeholders", manifest.placeholders)):
+            for name in names:
+                if name not in inputs:
+                    raise _ContradictionError(f"{kind} is of {name!r}, which is no input")
+        _check_unique("adapters", manifest.adapters)
+
+
+def check_graph(manifest: Manifest, inputs: GraphTensors, outputs: GraphTensors) -> None:
+    """Raise ModelFileError unless a graph has the tensors of its manifest, of their types and fixed sizes.
+
+    inputs, outputs: those of the graph; of both stages, if each has a graph of its own.
+    """
+    with _as_file_errors():
+        expected = dict(_graph_inputs(manifest))
+        for name in inputs:
+            if name not in expected:
+                raise _ContradictionError(f"the graph has an input {name!r} that it does not describe")
+        for name, spec in expected.items():
+            if name in inputs:  # the other inputs, such as a context, need not be read by every file
+                _check_tensor("input", name, spec, inputs[name])
+        for name, spec in _graph_outputs(manifest):
+            if name not in outputs:
+                raise _ContradictionError(f"the graph has no output {name!r}")
+            _check_tensor("output", name, spec, outputs[name])
+        for name in _needed_inputs(manifest):
+            if name not in inputs:
+                raise _ContradictionError(f"the graph has no input {name!r}")
+
+
+def _check_encode(encode: EncodeStage) -> None:
+    if not encode.inputs or not encode.outputs:
+        raise _ContradictionError("the encode stage has no inputs or no outputs")
+    _check_unique("inputs of encode", (i.name for i in encode.inputs))
+    _check_unique("outputs of encode", (o.name for o in (*encode.outputs, *encode.extras)))
+    names = {i.name: i for i in encode.inputs}
+    axes = {axis for spec in encode.inputs for axis in spec.shape if isinstance(axis, str)}
+    for spec in encode.inputs:
+        _check_batch_axis(spec.name, spec.shape)
+        if spec.role in ("mask", "types") and (spec.of not in names or names[spec.of].role in ("mask", "types")):
+            raise _ContradictionError(f"{spec.name!r} belongs to {spec.of!r}, which is no input of ids or data")
+        if spec.role == "ids" and spec.dtype not in ("int32", "int64"):
+            raise _ContradictionError(f"the ids {spec.name!r} are of type {spec.dtype}")
+    for output in (*encode.outputs, *encode.extras):
+        _check_batch_axis(output.name, output.shape)
+    for axis, length in encode.derived_lengths.items():
+        if length.of not in axes:
+            raise _ContradictionError(
+                f"the length of {axis!r} follows from {length.of!r}, which is no axis of an input"
+            )
+
+
+def _check_decode(manifest: Manifest, decode: DecodeStage) -> None:
+    step, logits = decode.step, decode.logits
+    if step.shape[:2] != (BATCH_AXIS, NEW_AXIS) or not all(isinstance(size, int) for size in step.shape[2:]):
+        raise _ContradictionError(f"the step input has the shape {_shown(step.shape)}")
+    if step.dtype not in ("int64", "float32") or (step.dtype == "float32") != bool(decode.features):
+        raise _ContradictionError(f"the step input {_shown(step.shape)} is of type {step.dtype}")
+    if len(logits.shape) < 2 or not isinstance(logits.shape[-1], int) or logits.shape[-1] < 1:
+        raise _ContradictionError(f"the logits have the shape {_shown(logits.shape)}")
+    if logits.dtype != "float32":
+        raise _ContradictionError(f"the logits are of type {logits.dtype}")
+    if manifest.max_length < 1:
+        raise _ContradictionError("it decodes no token: its max_length is 0")
+    _check_unique("controls", decode.controls)
+    for name in decode.controls:
+        if name not in CONTROLS:
+            raise _ContradictionError(f"{name!r} is no control input")
+    _check_unique("caches", (name for cache in decode.caches for name in (cache.past, cache.present)))
+    for cache in decode.caches:
+        _check_batch_axis(cache.past, cache.shape)
+        names = [axis for axis in cache.shape[1:] if isinstance(axis, str)]
+        if names not in ([], [SLOT_AXIS]) or any(size == 0 for size in cache.shape):
+            raise _ContradictionError(f"the cache {cache.past!r} has the shape {_shown(cache.shape)}")
+        if cache.is_carry and cache.in_place:
+            raise _ContradictionError(f"the carry {cache.past!r} is in place")
+    _check_unique("outputs of decode", (spec.name for spec in (logits, *decode.extras)))
+    if len(decode.context) != len(manifest.encoded):
+        raise _ContradictionError(
+            f"decode reads {len(decode.context)} context tensors and encode has {len(manifest.encoded)}"
+        )
+    _check_unique("context", decode.context)
+    if not decode.features:
+        size = decode.vocabulary or logits.shape[-1]
+        special = manifest.special_tokens
+        padding = () if special.pad_token_id is None else (special.pad_token_id,)
+        for ids, limit in ((special.bos_token_ids, size), (special.eos_token_ids, logits.shape[-1]), (padding, None)):
+            for token_id in ids:
+                if limit is not None and token_id >= limit:
+                    raise _ContradictionError(
+                        f"the special token {token_id} is not among the {limit} ids of the vocabulary"
+                    )
+    shortlist = decode.shortlist
+    if shortlist is not None and manifest.encode is None:
+        raise _ContradictionError("it has a shortlist and no encode stage")
+
+
+def _check_batch_axis(name: str, shape: tuple[int | str, ...]) -> None:
+    if shape[:1] != (BATCH_AXIS,):
+        raise _ContradictionError(f"{name!r} has the shape {_shown(shape)}, which has no batch axis")
+
+
+def _check_unique(kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise _ContradictionError(f"{name!r} occurs twice among the {kind}")
+        seen.add(name)
+
+
+def _graph_inputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield every input that a graph of this manifest may have."""
+    yield STAGE_INPUT, TensorSpec(STAGE_INPUT, "bool", ())
+    if manifest.adapters:
+        yield ADAPTER_INPUT, TensorSpec(ADAPTER_INPUT, "int64", (BATCH_AXIS,))
+    if manifest.encode is not None:
+        yield from ((spec.name, spec) for spec in manifest.encode.inputs)
+    decode = manifest.decode
+    if decode is None:
+        return
+    yield decode.step.name, decode.step
+    yield from zip(decode.context, manifest.encoded, strict=True)
+    for name in decode.controls:
+        rank = 0 if name == TOTAL_SLOTS else 2 if name in (POSITIONS, SELECTED_TOKENS) else 1
+        yield name, TensorSpec(name, CONTROLS[name], ("any",) * rank)
+    for cache in decode.caches:
+        yield cache.past, TensorSpec(cache.past, cache.dtype, cache.shape)
+    if decode.shortlist is not None:
+        yield GATHER_IDS, TensorSpec(GATHER_IDS, "int64", ("any",))
+        yield COLUMN_IDS, TensorSpec(COLUMN_IDS, "int64", ("any",))
+        yield COLUMN_WEIGHT, TensorSpec(COLUMN_WEIGHT, decode.shortlist.dtype, (decode.shortlist.inner, "any"))
+
+
+def _needed_inputs(manifest: Manifest) -> Iterator[str]:
+    """Yield the inputs without which the runtime cannot run a stage."""
+    if manifest.decode is not None:
+        yield manifest.decode.step.name
+        for cache in manifest.decode.caches:
+            yield cache.past
+        yield from manifest.decode.controls
+        yield from manifest.decode.context
+
+
+def _graph_outputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
+    for spec in (*manifest.encoded, *manifest.extras):
+        yield spec.name, spec
+    if manifest.decode is not None:
+        yield manifest.decode.logits.name, manifest.decode.logits
+        for cache in manifest.decode.caches:
+            yield cache.present, TensorSpec(cache.present, cache.dtype, cache.shape)
+
+
+def _check_tensor(kind: str, name: str, spec: TensorSpec, found: tuple[str, tuple[int | None, ...]]) -> None:
+    dtype, shape = found
+    has_rank = bool(shape) and bool(spec.shape)  # onnxruntime gives an unknown shape as that of a scalar
+    sizes = zip(spec.shape, shape, strict=False)
+    fits = all(size == other for size, other in sizes if isinstance(size, int) and other is not None)
+    if dtype != spec.dtype or (has_rank and len(shape) != len(spec.shape)) or not fits:
+        raise _ContradictionError(
+            f"the {kind} {name!r} is {spec.dtype} {_shown(spec.shape)}, and in the graph {dtype} {_shown(shape)}"
+        )
+
+
+def _shown(shape: Iterable[int | str | None]) -> str:
+    return f"({', '.join('free' if size is None else str(size) for size in shape)})"
+
+
+class _ContradictionError(Exception):
+    """A rule that a manifest breaks, as a clause of which the manifest is "it"."""
+
+
+@contextmanager
+def _as_file_errors() -> Iterator[None]:
+    try:
+        yield
+    except _ContradictionError as error:
+        raise ModelFileError(
+            f"the file's manifest contradicts itself or its graph: {error}: export the model again"
+        ) from None
