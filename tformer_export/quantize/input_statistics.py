@@ -94,20 +94,10 @@ def read_second_moments(
 
 @dataclass(frozen=True)
 class _AddedOutput:
-    """An added output.
-
-    of_encode: whether it belongs to the encode stage.
-    rank: the number of its axes.
-    """
+    """An added output. of_encode: whether it belongs to the encode stage."""
 
     name: str
     of_encode: bool
-    rank: int
-
-    @property
-    def spec(self) -> ExtraOutput:
-        axes = [f"{self.name}.{axis}" for axis in range(1, self.rank)]
-        return ExtraOutput(self.name, "float32", (BATCH_AXIS, *axes))
 
 
 def _add_outputs(model: ir.Model, manifest: Manifest, values: Iterable[ir.Value]) -> dict[ir.Value, _AddedOutput]:
@@ -129,7 +119,7 @@ def _add_outputs(model: ir.Model, manifest: Manifest, values: Iterable[ir.Value]
         out = node.outputs[0]
         out.name, out.dtype, out.shape = name, ir.DataType.FLOAT, value.shape
         graph.append(node)
-        added[value] = _AddedOutput(name, stages[graph.name], 1 if value.shape is None else len(value.shape))
+        added[value] = _AddedOutput(name, stages[graph.name])
         if choice is None:
             graph.outputs.append(out)
             continue
@@ -149,7 +139,7 @@ def _with_extras(manifest: Manifest, added: Sequence[_AddedOutput]) -> Manifest:
     for name in ("encode", "decode"):
         stage = getattr(manifest, name)
         if stage is not None:
-            extras = [output.spec for output in added if output.of_encode == (name == "encode")]
+            extras = [ExtraOutput(g.name, "float32", (BATCH_AXIS,)) for g in added if g.of_encode == (name == "encode")]
             stages[name] = replace(stage, extras=(*stage.extras, *extras))
     return replace(manifest, **stages)
 

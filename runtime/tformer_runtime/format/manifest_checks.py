@@ -214,7 +214,8 @@ def _graph_outputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
 
 def _check_tensor(kind: str, name: str, spec: TensorSpec, found: tuple[str, tuple[int | None, ...]]) -> None:
     dtype, shape = found
-    has_rank = bool(shape) and bool(spec.shape)  # onnxruntime gives an unknown shape as that of a scalar
+    # onnxruntime gives an unknown shape as that of a scalar. The batch axis alone stands for any axes after it.
+    has_rank = bool(shape) and spec.shape not in ((), (BATCH_AXIS,))
     sizes = zip(spec.shape, shape, strict=False)
     fits = all(size == other for size, other in sizes if isinstance(size, int) and other is not None)
     if dtype != spec.dtype or (has_rank and len(shape) != len(spec.shape)) or not fits:

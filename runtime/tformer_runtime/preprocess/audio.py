@@ -198,7 +198,7 @@ def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:
             if audio.features == LOG_MEL and not {*fixed} <= {audio.num_mel_bins, audio.frames}:
                 sizes, expected = f"{audio.num_mel_bins} × {audio.frames}", " × ".join(map(str, fixed))
                 raise ModelFileError(
-                    f"the sound settings of the file are damaged (a spectrogram of {sizes} for an input of {expected}): "
+                    f"the sound settings of the file are damaged (a spectrogram of {sizes}, an input of {expected}): "
                     "export the model again"
                 )
             return name, audio
