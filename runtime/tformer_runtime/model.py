@@ -83,6 +83,7 @@ class Model:
         device: str = "auto",
         threads: int | None = None,
         max_memory: int | None = None,
+        verify: bool = True,
     ) -> Model:
         """Load a file of tformer-export.
 
@@ -91,9 +92,11 @@ class Model:
         threads: threads of one operator; by default the tuned number of the file, or one per core.
         max_memory: bytes of the caches and encoder outputs of all requests, without the weights; None for no limit.
             A request that can never fit raises MemoryBudgetError before it starts. Others wait for memory.
+        verify: compare the file with its digest, so that damage is an error. It reads the whole file, in a thread
+            while onnxruntime opens it, at some 3 GB/s.
         Raise ModelFileError, DeviceError or MissingExtraError.
         """
-        return cls(Engine(Session(path, device, threads)), max_memory)
+        return cls(Engine(Session(path, device, threads, verify=verify)), max_memory)
 
     def _check_file(self) -> None:
         """Raise ModelFileError for settings of the file that no call could use: a stranger may have written them."""
@@ -118,7 +121,8 @@ class Model:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""
         session = self.engine.session
-        return Model.load, (session.path.resolve(), session.device, session.threads, self.budget.limit)
+        arguments = (session.path.resolve(), session.device, session.threads, self.budget.limit, session.verified)
+        return Model.load, arguments
 
     @property
     def device(self) -> str:

@@ -4,7 +4,8 @@ Serialising a whole `ModelProto` holds every weight two more times, as messages 
 that comes in parts (https://protobuf.dev/programming-guides/encoding/#last-one-wins). So each weight is written as a
 graph that holds nothing else. The model without its weights comes last, so that a truncated file is detected. The
 numbers of a weight begin at a multiple of 64 bytes, so that kernels can read them from the mapped file. A description
-of the needed length fills the gap before them, and the model's own description at the end replaces it.
+of the needed length fills the gap before them, and the model's own description at the end replaces it. The file ends
+with the digest of all bytes before it (`format.digest`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, digest_entry, new_hash
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.model_file import MAX_INLINE_BYTES, WEIGHT_ALIGNMENT_BYTES
 from tformer_runtime.format.onnx_fields import (
@@ -58,9 +59,12 @@ def write(model: ir.Model, path: Path) -> None:
     finally:
         initializers.clear()
         initializers.update({str(value.name): value for value in order})
+    entries = [entry for entry in rest.metadata_props if entry.key not in (DIGEST_KEY, WEIGHTS_DIGEST_KEY)]
+    del rest.metadata_props[:]  # a model that was read from a file has the digests of that file
+    rest.metadata_props.extend(entries)
     file_of_weights = data_file(path) if is_split else path
     places: dict[str, int] = {}
-    with file_of_weights.open("wb") as file:
+    with _HashingFile(file_of_weights) as file:
         if not is_split:
             file.write(varint_field(MODEL_IR_VERSION, model.ir_version))
         for name, value in large.items():
@@ -73,10 +77,38 @@ def write(model: ir.Model, path: Path) -> None:
             file.write(_tensor_of(value).tobytes())
         if not is_split:
             file.write(rest.SerializeToString() + bytes_field(MODEL_DOC_STRING, (model.doc_string or "").encode()))
+            file.write(digest_entry(file.digest))
     if is_split:
-        path.write_bytes(rest.SerializeToString())
+        with _HashingFile(path) as model_file:
+            model_file.write(rest.SerializeToString() + digest_entry(file.digest, WEIGHTS_DIGEST_KEY))
+            model_file.write(digest_entry(model_file.digest))
     for name, value in large.items():
         _read_from(file_of_weights, value, places[name])
+
+
+class _HashingFile:
+    """A file to write whose bytes are hashed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._hash = path.open("wb"), new_hash()
+
+    def __enter__(self) -> _HashingFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content)
+        self._hash.update(content)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    @property
+    def digest(self) -> str:
+        """The hash of all that was written."""
+        return self._hash.hexdigest()
 
 
 @contextmanager
@@ -117,7 +149,7 @@ def _reference(value: ir.Value, location: str, offset: int) -> onnx.TensorProto:
     return tensor
 
 
-def _write_head(file: BinaryIO, value: ir.Value) -> int:
+def _write_head(file: _HashingFile, value: ir.Value) -> int:
     """Write the message of a weight up to its numbers, and return the offset at which they begin."""
     length = _tensor_of(value).nbytes
     tensor = _head(value).SerializeToString() + tag(TENSOR_RAW_DATA, BYTES) + varint(length)

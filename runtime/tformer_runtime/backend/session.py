@@ -29,10 +29,11 @@ from tformer_runtime.base.errors import (
     OutOfMemoryError,
     TformerError,
 )
-from tformer_runtime.base.validation import MAX_THREADS, check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
+from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.manifest_checks import check_graph
-from tformer_runtime.format.model_file import read_manifest, read_mapped_model
+from tformer_runtime.format.model_file import read_manifest, read_mapped_model, verify_file
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
 from tformer_runtime.format.stage_split import Stage, extract_stage
 
@@ -54,6 +55,7 @@ class Session:
     path: the file.
     manifest: the file's manifest.
     device: "cpu" or "cuda", as chosen when the file was opened.
+    verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
 
     On CUDA each of the two stages of a file has its own session, because a graph with an `If` cannot be captured.
@@ -65,6 +67,7 @@ class Session:
         device: str = "auto",
         threads: int | None = None,
         split_stages: bool | None = None,
+        verify: bool = False,
     ) -> None:
         """Open a file.
 
@@ -74,6 +77,7 @@ class Session:
             spin, which is fast on an idle machine. Choose fewer if other processes use the cores (see
             docs/design/kernels.md).
         split_stages: whether each stage has its own session; by default on CUDA only.
+        verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
@@ -83,13 +87,13 @@ class Session:
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
+        self.verified = check_bool("verify", verify)
+        check = BackgroundCheck(lambda: verify_file(path)) if verify else None
         try:
-            self._sessions = self._load(split_stages)
-        except DeviceError:
-            if device != "auto":
-                raise
-            self.device = "cpu"
-            self._sessions = self._load(split_stages)
+            self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
+        finally:
+            if check is not None:
+                check.finish()  # its error says why onnxruntime failed, if it did
         logger.info("device: %s", self.device)
         self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
@@ -207,6 +211,15 @@ class Session:
             # A file for the CPU has operators that CUDA lacks: it would copy tensors between both devices at each step.
             device = "cpu" if self.manifest.target == "cpu" or find_missing_cuda() else "cuda"
         return device
+
+    def _load_on_a_device(self, split_stages: bool | None, falls_back: bool) -> dict[SessionName, Any]:
+        try:
+            return self._load(split_stages)
+        except DeviceError:
+            if not falls_back:
+                raise
+            self.device = "cpu"
+            return self._load(split_stages)
 
     def _load(self, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open and return the session of each stage, and of the top logits if steps are captured.

@@ -26,7 +26,7 @@ from tformer_runtime.cli.jobs import make_job
 from tformer_runtime.cli.options import Command, use_flag_names
 from tformer_runtime.cli.result_file import ResultFile
 from tformer_runtime.cli.resumed_model import ResumedModel
-from tformer_runtime.format.info import file_fingerprint, file_info, info_lines
+from tformer_runtime.format.info import file_fingerprint, file_info, info_lines, verified_digest
 from tformer_runtime.format.model_file import read_manifest
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
@@ -74,13 +74,16 @@ _THREADS = click.IntRange(1, MAX_THREADS)
 @click.option("--ids", is_flag=True, help="Inputs, results and --forced-prefix are token ids with spaces between.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per result.")
 @click.option("--info", is_flag=True, help="Describe the file, and exit.")
+@click.option("--verify", is_flag=True, help="Compare the file with the digest of its export, and exit.")
 @click.option("--quiet", is_flag=True, help="Write only errors to standard error.")
 @click.option(
     "--verbose", is_flag=True, help="Write the device, the workers, the batch size, and the traceback of an error."
 )
 @click.version_option(package_name="tformer")
 @click.pass_context
-def main(context: click.Context, /, model: Path, inputs: tuple[str, ...], info: bool, **values: Any) -> None:
+def main(
+    context: click.Context, /, model: Path, inputs: tuple[str, ...], info: bool, verify: bool, **values: Any
+) -> None:
     """Run a model on each INPUT, or on each line of a file or of standard input.
 
     The file decides the task, such as generation, classification or vectors, and the form of an input: a text, two
@@ -92,8 +95,11 @@ def main(context: click.Context, /, model: Path, inputs: tuple[str, ...], info: 
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
     options = RunOptions(**values)
     with errors_as_sentences("tformer-run", options.verbose, _sentence):
-        if info or options.output_file is None:
+        if info or verify or options.output_file is None:
             require_output()
+        if verify:
+            click.echo(f"{model} is as exported: blake3 {verified_digest(model)}")
+            return
         if info:
             facts = file_info(model, read_manifest(model))
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))

@@ -1,11 +1,14 @@
 """The model file: its manifest, and reading and writing of ONNX without the onnx package.
 
-manifest     everything that the runtime must know about a file, as JSON in the file's metadata
-model_file   read the metadata; map the weights into memory
-stage_split  extract one stage of a file with two
-sizes        lengths of one row along the free axes of its inputs and outputs
-dtypes       types that numpy does not have
-onnx_fields  field numbers of onnx.proto
-onnx_wire    protobuf's wire format
-info         facts about a file, for people
+manifest         everything that the runtime must know about a file, as JSON in the file's metadata
+manifest_checks  rules between fields of a manifest, and its graph
+typed_json       JSON as dataclasses, by their type hints
+digest           whether a file is as the exporter wrote it
+model_file       read the metadata; map the weights into memory
+stage_split      extract one stage of a file with two
+sizes            lengths of one row along the free axes of its inputs and outputs
+dtypes           types that numpy does not have
+onnx_fields      field numbers of onnx.proto
+onnx_wire        protobuf's wire format
+info             facts about a file, for people
 """

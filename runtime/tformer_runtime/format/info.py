@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
-from tformer_runtime.format.model_file import read_manifest, read_metadata
+from tformer_runtime.format.model_file import read_manifest, read_metadata, verify_file
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -73,6 +74,18 @@ def file_fingerprint(path: Path) -> str:
 
     digest = hashlib.sha256(read_metadata(path)[MANIFEST_KEY].encode()).hexdigest()
     return f"{file_info(path, read_manifest(path))['bytes']} bytes, {digest[:16]}"
+
+
+def verified_digest(path: Path) -> str:
+    """Return the digest of a file that is as the exporter wrote it. Raise ModelFileError for any other file."""
+    read_manifest(path)
+    digest = verify_file(path)
+    if digest is None:
+        raise ModelFileError(
+            f"{path} does not end with a digest: another tool has rewritten it, or it was cut short. Export the model "
+            "again"
+        )
+    return digest
 
 
 def info_lines(info: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.base.special_files import special_kind
+from tformer_runtime.format.digest import WEIGHTS_DIGEST_KEY, check_digest
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
@@ -61,6 +62,15 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """Return the metadata_props of an ONNX file. Raise ModelFileError for an unreadable or incomplete file."""
     with _open(path) as (file, size):
         return _model_metadata(file, size)
+
+
+def verify_file(path: str | os.PathLike[str]) -> str | None:
+    """Compare a model file with its digest, and return it; None for a file without one.
+
+    Raise ModelFileError for another digest, and as `read_metadata`. Cost: see `check_digest`.
+    """
+    metadata, file = read_metadata(path), Path(path)
+    return check_digest(file, file.with_name(f"{file.name}.data"), metadata.get(WEIGHTS_DIGEST_KEY))
 
 
 @contextmanager

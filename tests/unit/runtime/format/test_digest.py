@@ -1,0 +1,115 @@
+"""A file with one changed byte is refused, wherever the byte is: the digest equals that of the blake3 package."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+
+import blake3
+import onnx
+import onnx_ir as ir
+import pytest
+from support.command_lines import run
+from support.toy_models import Toy
+
+from tformer_export.common import onnx_writer
+from tformer_runtime import Model, ModelFileError
+from tformer_runtime.format.digest import DIGEST_KEY, ENTRY_BYTES, WEIGHTS_DIGEST_KEY, read_digest
+from tformer_runtime.format.model_file import read_metadata, verify_file
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A file as the exporter writes it."""
+    folder = tmp_path_factory.mktemp("digest")
+    path = Toy(encoder=False).write(folder / "toy.onnx")
+    model = ir.from_proto(onnx.load(path))
+    onnx_writer.write(model, path)
+    return path
+
+
+@pytest.fixture
+def split(toy, tmp_path, monkeypatch):
+    """A file with its weights in a second one."""
+    monkeypatch.setattr(onnx_writer, "MAX_FILE_BYTES", 1)
+    monkeypatch.setattr(onnx_writer, "MAX_INLINE_BYTES", 64)
+    path = tmp_path / "split.onnx"
+    onnx_writer.write(ir.from_proto(onnx.load(toy)), path)
+    assert onnx_writer.data_file(path).stat().st_size > 1000
+    return path
+
+
+def test_digest_is_the_blake3_hash_of_the_bytes_before_it(toy, split):
+    for path in (toy, split):
+        content = path.read_bytes()
+        expected = blake3.blake3(content[:-ENTRY_BYTES]).hexdigest()
+        assert read_digest(path) == expected == read_metadata(path)[DIGEST_KEY] == verify_file(path)
+    data = onnx_writer.data_file(split).read_bytes()
+    assert read_metadata(split)[WEIGHTS_DIGEST_KEY] == blake3.blake3(data).hexdigest()
+    onnx.checker.check_model(str(toy))
+
+
+def test_digests_of_a_file_do_not_stay_in_a_copy(split, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    copy = tmp_path / "whole.onnx"
+    onnx_writer.write(ir.load(split), copy)
+    assert WEIGHTS_DIGEST_KEY not in read_metadata(copy)
+    assert verify_file(copy) == read_digest(copy)
+
+
+def test_changed_bytes_are_refused(toy, tmp_path):
+    content, copy, draw = toy.read_bytes(), tmp_path / "copy.onnx", random.Random(0)
+    for place in (0, len(content) - ENTRY_BYTES - 1, len(content) - 1, *draw.choices(range(len(content)), k=60)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << draw.randrange(8)
+        copy.write_bytes(changed)
+        if read_digest(copy) is None:  # the entry itself is damaged: nothing else is
+            assert place >= len(content) - ENTRY_BYTES
+            continue
+        with pytest.raises(ModelFileError):
+            Model.load(copy, device="cpu")
+        with pytest.raises(ModelFileError):
+            verify_file(copy)
+
+
+def test_weights_in_a_second_file_are_compared_too(split):
+    Model.load(split, device="cpu")
+    data = onnx_writer.data_file(split)
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"split\.onnx\.data is damaged, or was changed after its export"):
+        Model.load(split, device="cpu")
+    Model.load(split, device="cpu", verify=False)
+    data.unlink()
+    with pytest.raises(ModelFileError, match=r"split\.onnx\.data cannot be read: No such file"):
+        Model.load(split, device="cpu")
+
+
+def test_command_verifies_and_names_the_damage(toy, tmp_path):
+    good = run(toy, "--verify")
+    assert (good.exit_code, good.stdout) == (0, f"{toy} is as exported: blake3 {read_digest(toy)}\n")
+    rewritten, damaged = tmp_path / "rewritten.onnx", tmp_path / "damaged.onnx"
+    onnx.save(onnx.load(toy), rewritten)
+    rewritten.write_bytes(rewritten.read_bytes() + b"\x32\x00")  # a description, as another tool may add one
+    content = bytearray(toy.read_bytes())
+    content[len(content) // 2] ^= 4
+    damaged.write_bytes(content)
+    for path, message in ((rewritten, "does not end with a digest"), (damaged, "damaged")):
+        result = run(path, "--verify")
+        assert result.exit_code == 1
+        assert message in result.stderr
+        assert not result.stdout
+    Model.load(rewritten, device="cpu")  # files without a digest can be opened
+
+
+def test_pickled_model_is_verified_again(toy, tmp_path):
+    path = tmp_path / "toy.onnx"
+    shutil.copy(toy, path)
+    pickled = pickle.dumps(Model.load(path, device="cpu"))
+    content = bytearray(path.read_bytes())
+    content[-ENTRY_BYTES - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError):
+        pickle.loads(pickled)
