@@ -25,6 +25,7 @@ from tformer_runtime.base.errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from tformer_runtime.base.process_memory import limit_process_memory
 from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result, Speculation, Timing
@@ -66,6 +67,7 @@ __all__ = [
     "UnsupportedCallError",
     "UnsupportedModelError",
     "__version__",
+    "limit_process_memory",
 ]
 
 

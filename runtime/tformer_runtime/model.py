@@ -84,6 +84,7 @@ class Model:
         threads: int | None = None,
         max_memory: int | None = None,
         verify: bool = True,
+        max_run_seconds: float | None = None,
     ) -> Model:
         """Load a file of tformer-export.
 
@@ -93,10 +94,12 @@ class Model:
         max_memory: bytes of the caches and encoder outputs of all requests, without the weights; None for no limit.
             A request that can never fit raises MemoryBudgetError before it starts. Others wait for memory.
         verify: compare the file with its digest, so that damage is an error. It reads the whole file, in a thread
-            while onnxruntime opens it, at some 3 GB/s.
+            while onnxruntime opens it, at 7 GB/s from the page cache.
+        max_run_seconds: the deadline of each run of the graph, such as a step or an encoder, on the CPU. A request that
+            exceeds it raises DeadlineError. By default there is none, but for graphs with loops, which have 600 s.
         Raise ModelFileError, DeviceError or MissingExtraError.
         """
-        return cls(Engine(Session(path, device, threads, verify=verify)), max_memory)
+        return cls(Engine(Session(path, device, threads, verify=verify, max_run_seconds=max_run_seconds)), max_memory)
 
     def _check_file(self) -> None:
         """Raise ModelFileError for settings of the file that no call could use: a stranger may have written them."""
@@ -121,8 +124,8 @@ class Model:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""
         session = self.engine.session
-        arguments = (session.path.resolve(), session.device, session.threads, self.budget.limit, session.verified)
-        return Model.load, arguments
+        resources = session.threads, self.budget.limit, session.verified, session.max_run_seconds
+        return Model.load, (session.path.resolve(), session.device, *resources)
 
     @property
     def device(self) -> str:

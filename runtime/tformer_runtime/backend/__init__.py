@@ -1,6 +1,7 @@
 """The only layer that calls onnxruntime.
 
 session         an opened model file; translates errors of onnxruntime
+run_deadline    end a run after some seconds
 sampling_graph  nodes that choose the next token on a GPU
 cuda_graphs     decode steps as CUDA graphs, and their buffers
 resident_pages  return unneeded memory to the operating system

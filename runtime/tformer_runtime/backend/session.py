@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tformer_runtime.backend import resident_pages
+from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
@@ -68,6 +69,7 @@ class Session:
         threads: int | None = None,
         split_stages: bool | None = None,
         verify: bool = False,
+        max_run_seconds: float | None = None,
     ) -> None:
         """Open a file.
 
@@ -78,6 +80,7 @@ class Session:
             docs/design/kernels.md).
         split_stages: whether each stage has its own session; by default on CUDA only.
         verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
+        max_run_seconds: the deadline of a run on the CPU; by default none, or `LOOP_SECONDS` for a graph with loops.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
@@ -88,6 +91,7 @@ class Session:
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
         self.verified = check_bool("verify", verify)
+        self.max_run_seconds = check_run_seconds(max_run_seconds)
         check = BackgroundCheck(lambda: verify_file(path)) if verify else None
         try:
             self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
@@ -134,8 +138,12 @@ class Session:
             run.
         """
         try:
-            if not self.captures_graphs:
-                self._sessions[stage].run_with_iobinding(binding)  # run options cost time
+            if self._run_seconds is not None:
+                options = self._ort.RunOptions()
+                with deadline_of(options, self._run_seconds):
+                    self._sessions[stage].run_with_iobinding(binding, options)
+            elif not self.captures_graphs:
+                self._sessions[stage].run_with_iobinding(binding)  # run options cost 20 µs
             else:
                 self._sessions[stage].run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
             if self.device != "cpu":
@@ -228,6 +236,7 @@ class Session:
         """
         model, folder = read_mapped_model(self.path)
         is_cuda = self.device == "cuda"
+        self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         stages: tuple[Stage, ...] = ("encode", "decode")
         if not self.manifest.staged or not (is_cuda if split_stages is None else split_stages):
             chooses = self._adds_greedy_choice and self.manifest.encode is None
@@ -261,7 +270,7 @@ class Session:
         except ModelFileError as error:
             logger.info("no CUDA graphs: %s", error)
             return self._open(model, folder)
-        self.captures_graphs = True
+        self.captures_graphs = self._run_seconds is None  # a captured graph is not stopped
         return session
 
     def _open(self, model: bytes, folder: Path, settings: Mapping[str, str] | None = None) -> Any:

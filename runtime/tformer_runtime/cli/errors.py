@@ -52,6 +52,8 @@ def errors_as_sentences(
         if isinstance(refused, BrokenPipeError):  # the reader of the results has gone
             sys.exit(1)
         _fail(command, f"the results cannot be written: {refused.strerror}", error, 1, verbose)
+    except MemoryError as error:
+        _fail(command, f"there is not enough memory ({error_summary(error)})", error, 1, verbose)
     except Exception as error:
         _fail(command, _unforeseen(command, error), error, 1, verbose)
 

@@ -41,6 +41,8 @@ class RunOptions:
     threads: threads of one operator; None for the default.
     batch_size: inputs that are computed together; None for the default of the job.
     workers: batches that run in parallel; None for the default.
+    max_process_memory: the limit of all memory of the process, such as "2G"; None for no limit.
+    max_run_seconds: the deadline of a run of the graph; None for the default.
     quiet: write nothing but errors to standard error.
     verbose: write the device, workers and batch size, and the traceback of an error.
     """
@@ -55,6 +57,8 @@ class RunOptions:
     threads: int | None = None
     batch_size: int | None = None
     workers: int | None = None
+    max_process_memory: str | None = None
+    max_run_seconds: float | None = None
     quiet: bool = False
     verbose: bool = False
 

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, OptionError, TformerError, with_input_number
+from tformer_runtime.base.process_memory import limit_process_memory
 from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences, require_output
 from tformer_runtime.cli.generation import Generation
@@ -31,7 +32,7 @@ from tformer_runtime.format.model_file import read_manifest
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
 from tformer_runtime.tasks import TASKS, BaseTask, generates, task_of
-from tformer_runtime.tasks.settings import Flag, value_of
+from tformer_runtime.tasks.settings import Flag, bytes_of, value_of
 
 KINDS: tuple[type[Generation] | type[BaseTask], ...] = (Generation, *TASKS)
 MAX_DEFAULT_WORKERS = 8  # Python code of the workers runs one thread at a time
@@ -71,6 +72,17 @@ _THREADS = click.IntRange(1, MAX_THREADS)
     type=_THREADS,
     help="Compute N batches at the same time.  [default: 1 for INPUT arguments; else one per core, at most 8]",
 )
+@click.option(
+    "--max-process-memory",
+    metavar="SIZE",
+    help="Limit all memory of the process, such as 2G: an input that needs more ends with an error.  [Linux]",
+)
+@click.option(
+    "--max-run-seconds",
+    metavar="S",
+    type=float,
+    help="Stop a run of the graph, such as a step, after S seconds.  [default: 600 for graphs with loops; else none]",
+)
 @click.option("--ids", is_flag=True, help="Inputs, results and --forced-prefix are token ids with spaces between.")
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per result.")
 @click.option("--info", is_flag=True, help="Describe the file, and exit.")
@@ -97,6 +109,8 @@ def main(
     with errors_as_sentences("tformer-run", options.verbose, _sentence):
         if info or verify or options.output_file is None:
             require_output()
+        if options.max_process_memory is not None:
+            limit_process_memory(bytes_of(options.max_process_memory, "max_process_memory"))
         if verify:
             click.echo(f"{model} is as exported: blake3 {verified_digest(model)}")
             return
@@ -118,7 +132,9 @@ def _run(model: Path, inputs: tuple[str, ...], flag_values: Mapping[str, Any], o
     finished = file.done if file else 0
     workers = options.workers or _default_workers(source, job, options)
     threads = 1 if workers > 1 and options.threads is None else options.threads
-    loaded = ResumedModel(Model.load(model, options.device, threads, job.max_memory), finished)
+    seconds = options.max_run_seconds
+    opened = Model.load(model, options.device, threads, job.max_memory, max_run_seconds=seconds)
+    loaded = ResumedModel(opened, finished)
     job.prepare(loaded, options.device, threads)
     workers = 1 if loaded.device == "cuda" else workers
     batch_size = options.batch_size or job.batch_size

@@ -38,6 +38,7 @@ for _name, _spec in SPECS.items():
     if _name in OPTIONS:
         GROUPS.setdefault(_spec.heading, {})[_name] = OPTIONS[_name]
 _TASK_FLAGS = {name: flag.flag for task in TASKS for flags in task.all_flags().values() for name, flag in flags.items()}
+_LIMIT_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_process_memory", "max_run_seconds")}
 
 
 class Command(click.Command):
@@ -94,7 +95,7 @@ def use_flag_names(sentence: str) -> str:
     Quoted text does not change, nor does a name after a colon, which belongs to the defaults of a model file. A name
     without an underscore after an article is a plain English word.
     """
-    flags = {name: option.flag for name, option in OPTIONS.items()} | _TASK_FLAGS
+    flags = {name: option.flag for name, option in OPTIONS.items()} | _TASK_FLAGS | _LIMIT_FLAGS
     names = "|".join(sorted(flags, key=len, reverse=True))
 
     def to_flag(match: re.Match[str]) -> str:

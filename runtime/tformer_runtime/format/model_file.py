@@ -24,6 +24,7 @@ from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
     GRAPH_INITIALIZER,
+    MODEL_FUNCTIONS,
     MODEL_GRAPH,
     MODEL_IR_VERSION,
     MODEL_METADATA_PROPS,
@@ -144,6 +145,8 @@ def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
     while file.tell() < size:
         number, length = _read_field_header(file, size)
         seen.add(number)
+        if number == MODEL_FUNCTIONS:  # functions that call each other twice double at each level
+            raise ModelFileError("its graph has functions of its own, which the exporter does not write")
         if number == MODEL_METADATA_PROPS:
             key, value = _read_entry(file, file.tell() + length)
             metadata[key] = value

@@ -51,14 +51,14 @@ def value_of(flag: Flag, text: Any) -> Any:
         return text if isinstance(text, str) else " ".join(text)
 
 
-def bytes_of(text: str) -> int:
-    """Parse a number of bytes, KiB (K), MiB (M) or GiB (G). Raise OptionError for other text."""
+def bytes_of(text: str, option: str = "max_memory") -> int:
+    """Parse a number of bytes, KiB (K), MiB (M) or GiB (G). Raise OptionError for other text. option: its name."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if count < 1:
         raise OptionError(
-            f"max_memory must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}",
-            option="max_memory",
+            f"{option} must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}",
+            option=option,
         )
     return count
 

@@ -1,0 +1,25 @@
+"""A limit on the memory of the process, which the operating system keeps: also of weights, pictures and one tensor."""
+
+from __future__ import annotations
+
+import sys
+
+from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.validation import check_int
+
+
+def limit_process_memory(num_bytes: int) -> None:
+    """Limit the memory that this process allocates, from now on. A request beyond it ends with OutOfMemoryError.
+
+    num_bytes: of all data that is not a mapped file, in bytes (RLIMIT_DATA of Linux).
+    Raise OptionError for a limit below the memory in use, and on systems without such a limit.
+    """
+    check_int("max_process_memory", num_bytes, maximum=2**62)
+    if sys.platform != "linux":
+        raise OptionError("max_process_memory is a limit of Linux: run the program in a container with a limit")
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY and num_bytes > hard:
+        raise OptionError(f"max_process_memory must be at most {hard:,} bytes here, the limit of this process")
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
