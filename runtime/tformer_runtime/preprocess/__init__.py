@@ -5,6 +5,7 @@ tokenizer      text ↔ ids, for generation; text of a stream, piece by piece
 text_reader    text → ids and the offsets of each token, for single-pass models
 vocabulary     the bytes of each token, for constrained generation
 chat_template  a conversation → a prompt
+template_worker  the process in which a chat template runs
 audio, images  a file or an array → features
 tiles          a large image → a grid of tiles
 prompt_items   a prompt with pictures → its text and the pictures' pixels

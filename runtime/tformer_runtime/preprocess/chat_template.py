@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import base64
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tformer_runtime.base.errors import InputError, MissingExtraError, TformerError, UnsupportedCallError
+from tformer_runtime.base.child_process import ChildEndedError, ChildProcess
+from tformer_runtime.base.errors import InputError, MissingExtraError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
 Template = Callable[[Sequence[Message]], str]
+MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
+MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
 PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
+
+
+_worker = ChildProcess(Path(__file__).with_name("template_worker.py"), MAX_REPLY_SECONDS)
 
 
 def template_of(manifest: Manifest) -> Template:
@@ -96,70 +101,56 @@ def _is_picture_part(value: Mapping[Any, Any]) -> bool:
 def compile_template(text: str, tokens: Mapping[str, str]) -> Template:
     """Return a function from messages to the text of the prompt. The template has the variables of apply_chat_template.
 
+    It runs in a process of its own, `template_worker`, with limits of time and memory.
+
     text: a Jinja template.
     tokens: the texts of special tokens, by names such as bos_token.
-    Raise InputError for an invalid template. The function raises InputError if the template fails.
+    Raise InputError for an invalid template. The function raises InputError if the template fails or takes too long, or
+    if the messages are not JSON.
     """
-    environment = _environment()
     variables = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-    with _errors_as_input_errors("read"):
-        template = environment.from_string(text)
+    _ask("read", text)
 
     def fill_in(messages: Sequence[Message]) -> str:
-        with _errors_as_input_errors("filled in"):
-            return str(template.render(messages=list(messages), **variables))
+        return str(_ask("filled in", text, {**variables, "messages": messages})["text"])
 
     return fill_in
 
 
 def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
     """Return the special tokens of a template, such as bos_token, without a text in `tokens`. They would be empty."""
-    parsed = _environment().parse(text)
-    from jinja2.meta import find_undeclared_variables
-
-    variables = find_undeclared_variables(parsed)
-    return sorted(name for name in variables if name.endswith("_token") and name not in tokens)
+    return [name for name in _ask("read", text)["names"] if name.endswith("_token") and name not in tokens]
 
 
-def _environment() -> Any:
-    """Return a Jinja environment with the extensions of apply_chat_template. Raise MissingExtraError without jinja2."""
+def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the worker's reply. Raise InputError for an error in it, MissingExtraError without jinja2."""
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'")
+    request = {"template": template, "seconds": MAX_TEMPLATE_SECONDS}
     try:
-        from jinja2 import nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'") from error
-
-    class Generation(Extension):
-        """Replace {% generation %} … {% endgeneration %}, which marks text for training, by its content."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def refuse(message: str) -> None:
-        raise InputError(f"the chat template refuses: {message}")
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json  # Jinja's own filter escapes HTML
-    environment.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
-    return environment
+        reply: dict[str, Any] = _worker.ask(
+            request if variables is None else {**request, "variables": _plain(variables)}
+        )
+    except RecursionError as error:
+        raise InputError("the messages of the conversation are nested too deeply") from error
+    except ChildEndedError as error:
+        raise InputError(
+            f"the chat template cannot be {action}: it took more than {MAX_TEMPLATE_SECONDS} s or too much memory, and "
+            "was stopped"
+        ) from error
+    if "refused" in reply:
+        raise InputError(f"the chat template refuses: {reply['refused']}")
+    if "error" in reply:
+        raise InputError(f"the chat template cannot be {action}: {reply['error']}")
+    return reply
 
 
-@contextmanager
-def _errors_as_input_errors(action: str) -> Iterator[None]:
-    try:
-        yield
-    except TformerError:
-        raise
-    except Exception as error:  # Jinja's own, or any error of an expression in the template
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"the chat template cannot be {action}: {reason}") from error
+def _plain(value: Any) -> Any:
+    """Return a part of a message as JSON has it. Raise InputError for a value that JSON has not."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    raise InputError(f"a message holds a value of type {type(value).__name__}: give texts, numbers, lists and mappings")

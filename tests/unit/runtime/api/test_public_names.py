@@ -19,6 +19,7 @@ NAMES = {
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
     "Result", "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription",
     "UnsupportedCallError", "UnsupportedModelError",
+    "limit_process_memory",
     "__version__",
 }  # fmt: skip
 
