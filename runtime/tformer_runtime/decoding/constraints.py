@@ -24,6 +24,10 @@ from tformer_runtime.base.errors import MissingExtraError, OptionError
 from tformer_runtime.decoding.options import Constraint
 from tformer_runtime.preprocess.vocabulary import Vocabulary, any_of, literal, vocabulary_of
 
+MAX_DEFINITION_BYTES = 1 << 20  # llguidance takes 110 bytes of memory and 0.5 µs for each; it bounds its steps itself
+MAX_GRAMMAR_SYMBOLS = 50_000  # of a schema with 5,000 properties, which takes 4 s; the time grows with their square
+_TOO_DEEP = "the json_schema is nested too deeply"
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
@@ -48,6 +52,8 @@ class Grammar:
         tokenizer_json: the tokenizer in tokenizers' JSON format.
         vocabulary: the number of ids of the model.
         ends: the end tokens, which are no part of the text.
+        A definition may come from a stranger: its size is bounded here, and llguidance bounds the states and steps of
+        its lexer and parser.
         Cost: milliseconds, and more for thousands of choices and for the first \\w; microseconds for each id of a new
         tokenizer (docs/design/kernels.md).
         Raise OptionError or MissingExtraError.
@@ -180,6 +186,8 @@ def _as_text(kind: Constraint, definition: Any) -> str:
     elif kind == "json_schema" and isinstance(definition, (Mapping, bool)):
         try:
             text = json.dumps(definition, ensure_ascii=False)
+        except RecursionError as error:
+            raise OptionError(_TOO_DEEP) from error
         except (TypeError, ValueError) as error:
             raise OptionError(f"the json_schema is not JSON: {error}") from error
     elif isinstance(definition, str):
@@ -187,9 +195,11 @@ def _as_text(kind: Constraint, definition: Any) -> str:
     else:
         raise OptionError(f"a {kind} must be given as text, not {definition!r}")
     try:
-        text.encode()
+        size = len(text.encode())
     except UnicodeEncodeError as error:
         raise OptionError(f"the {kind} holds half a character (at {error.start + 1})") from error
+    if size > MAX_DEFINITION_BYTES:
+        raise OptionError(f"a constraint of {size:,} bytes is too long ({kind}): {MAX_DEFINITION_BYTES:,} are read")
     return text
 
 
@@ -209,9 +219,12 @@ def _compile_grammar(kind: Constraint, text: str, tokenizer_json: str, size: int
     elif kind == "json_schema":
         try:
             schema = json.loads(text)
+            texts = _strings(schema)
+        except RecursionError as error:
+            raise OptionError(_TOO_DEEP) from error
         except ValueError as error:
             raise OptionError(f"the json_schema is not JSON: {error}") from error
-        vocabulary.check_characters(_JSON + "".join(_strings(schema)), "JSON")
+        vocabulary.check_characters(_JSON + "".join(texts), "JSON")
         body = {"json_schema": schema}
     else:
         body = {"lark_grammar": text}
@@ -220,7 +233,8 @@ def _compile_grammar(kind: Constraint, text: str, tokenizer_json: str, size: int
     grammar = json.dumps({"grammars": [{"name": "top", "lark_grammar": top}, {"name": "body", **body}]})
 
     def matcher(tokenizer: LLTokenizer) -> LLMatcher:
-        new_matcher: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        limits = llguidance.LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS)
+        new_matcher: LLMatcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if new_matcher.is_error():
             name = f"{kind} {text[:80]!r}" if kind == "regex" else kind
             raise OptionError(f"the {name} cannot be used: {_reason(new_matcher.get_error())}")

@@ -514,3 +514,49 @@ def test_missing_llguidance_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'tformer\[constrain\]'"):
         model(letters).grammar("regex", "never asked for before")
+
+
+def nested(levels: int) -> str:
+    return '{"type":"array","items":' * levels + '{"type":"string"}' + "}" * levels
+
+
+HOSTILE = {
+    "nested repetitions": ("regex", "((a{1,100}){1,100}){1,100}"),
+    "states that double": ("regex", "(a|b)*a(a|b){25}"),
+    "parentheses": ("regex", "(" * 5000 + "a" + ")" * 5000),
+    "many texts": ("choices", ["x" * 1000 + str(i) for i in range(2000)]),
+    "deep schema": ("json_schema", nested(400)),
+    "schema deeper than Python's stack": ("json_schema", nested(50_000)),
+    "schema that holds itself": ("json_schema", {"$ref": "#"}),
+    "wide schema": ("json_schema", {"properties": {f"p{i}": {"type": "string"} for i in range(2000)}}),
+    "wider schema": ("json_schema", {"properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}),
+    "long array": ("json_schema", {"type": "array", "minItems": 100_000, "items": {"type": "integer"}}),
+    "many alternatives": (
+        "json_schema",
+        {"anyOf": [{"properties": {f"p{i}_{j}": {"type": "string"} for j in range(20)}} for i in range(300)]},
+    ),
+    "ambiguous rules": ("grammar", 'start: s\ns: s s | "a" | s s s\n'),
+    "rules that double": (
+        "grammar",
+        "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(300)) + 'r300: "a"',
+    ),
+    "rules in a circle": ("grammar", "start: a\na: b\nb: a\n"),
+    "deep rule": ("grammar", "start: " + "(" * 3000 + '"a"' + ")" * 3000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_definitions_end_in_a_sentence_or_work(name):
+    kind, definition = HOSTILE[name]
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    sentence = "it works"
+    try:
+        guide = Grammar.compile(kind, definition, tokenizer.to_str(), size, (tokenizer.token_to_id(END),)).start()
+        for _ in range(20):
+            scores = np.zeros(size, np.float32)
+            guide.mask(scores)
+            guide.accept(int(np.flatnonzero(np.isfinite(scores))[0]))
+    except OptionError as error:
+        sentence = str(error)
+    assert len(sentence.splitlines()) == 1
