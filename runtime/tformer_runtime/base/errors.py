@@ -18,7 +18,8 @@ TformerError                base class; the command lines print its one sentence
 
 from __future__ import annotations
 
-MAX_QUOTED_CHARS = 200  # of the text of another library's error
+MAX_QUOTED_CHARS = 200  # of the text of another library's error, or of an input
+MAX_SENTENCE_CHARS = 20_000  # enough for the names of all weights that do not fit; an input may be far longer
 
 
 class TformerError(Exception):
@@ -30,6 +31,7 @@ class TformerError(Exception):
     """
 
     def __init__(self, reason: str, input_number: int | None = None) -> None:
+        reason = reason if len(reason) <= MAX_SENTENCE_CHARS else _shortened(reason, MAX_SENTENCE_CHARS)
         super().__init__(reason if input_number is None else f"input {input_number}: {reason}")
         self.reason, self.input_number = reason, input_number
 
@@ -103,5 +105,15 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
 def error_summary(error: BaseException) -> str:
     """Return the error's type and the first line of its text."""
     text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")
-    text = text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + " …"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {quotable(text)}" if text else type(error).__name__
+
+
+def quotable(text: object) -> str:
+    """Return a text of an input or of another library, cut to a length that a sentence can hold."""
+    text = str(text)
+    return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + " …"
+
+
+def _shortened(text: str, length: int) -> str:
+    """Return a text without its middle. Its end says what to do."""
+    return f"{text[: length * 3 // 4]} … {text[-length // 5 :]}"

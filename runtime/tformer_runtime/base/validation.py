@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +19,18 @@ MAX_TIMEOUT_SECONDS = 1_000_000  # about 11 days
 def invalid_value(name: str, requirement: str, value: Any) -> OptionError:
     """Return the error for an option with an invalid value. requirement: a noun phrase such as "a whole number"."""
     return OptionError(f"{name} must be {requirement}, not {reprlib.repr(value)}", option=name)
+
+
+def surrogate_in(text: str) -> str | None:
+    """Return the words for the first lone surrogate of a text and its place; None for a text without any.
+
+    JSON and names of files can bring one into a str. It is half of a character, and no text of any encoding holds it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!r} (character {error.start + 1}), which is half of a character and no text"
+    return None
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -39,6 +52,10 @@ def check_int(name: str, value: Any, minimum: int = 1, maximum: int = MAX_INT) -
 
 def check_seconds(name: str, value: Any) -> float:
     """Return a number of seconds, from 0 to MAX_TIMEOUT_SECONDS, as float. Raise OptionError for any other value."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= MAX_TIMEOUT_SECONDS:
+    try:
+        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an int that is larger than any float
+        seconds = math.inf
+    if not 0 <= seconds <= MAX_TIMEOUT_SECONDS:
         raise invalid_value(name, f"a number of seconds from 0 to {MAX_TIMEOUT_SECONDS:,}", value)
-    return float(value)
+    return seconds

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.base.validation import MAX_INT, check_int, invalid_value
+from tformer_runtime.base.validation import MAX_INT, check_int, invalid_value, surrogate_in
 
 if TYPE_CHECKING:
     from tformer_runtime.engine.engine import Engine
@@ -68,7 +68,7 @@ def early_stopping(name: str, value: Any) -> EarlyStopping:
 def text(name: str, value: Any) -> str:
     if not (isinstance(value, str) and value):
         raise invalid_value(name, "a string that is not empty", value)
-    return value
+    return _whole_characters(name, value)
 
 
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 def prefix(name: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
-        return value or ()
+        return _whole_characters(name, value) or ()
     if _items(value) is None:
         raise invalid_value(name, "text or a sequence of token ids", value)
     return token_ids(name, value)
@@ -131,7 +131,7 @@ def json_schema(name: str, value: Any) -> str:
         schema = None
     if not isinstance(schema, Mapping):
         raise invalid_value(name, "a JSON schema, as JSON or as a dict", value)
-    return as_text
+    return _whole_characters(name, as_text)
 
 
 def logits_processor(name: str, value: Any) -> LogitsProcessor:
@@ -148,7 +148,10 @@ def draft_model(name: str, value: Any) -> HasEngine:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int that is larger than any float
+        return False
 
 
 def _is_id(value: Any) -> bool:
@@ -176,7 +179,13 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _items(value)
     if items is None or not all(isinstance(item, str) and item for item in items):
         raise invalid_value(name, "strings that are not empty", value)
-    return items
+    return tuple(_whole_characters(name, item) for item in items)
+
+
+def _whole_characters(name: str, text: str) -> str:
+    if (found := surrogate_in(text)) is not None:
+        raise OptionError(f"{name} holds {found}", option=name)
+    return text
 
 
 # Parsers of the command line

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.base.arrays import Array, Ints
-from tformer_runtime.base.errors import InputError, UnsupportedCallError
+from tformer_runtime.base.errors import InputError, UnsupportedCallError, quotable
 from tformer_runtime.format.manifest import Manifest, RequestInput
 from tformer_runtime.format.sizes import input_and_output_sizes
 from tformer_runtime.preprocess.audio import audio_of
@@ -28,6 +28,9 @@ from tformer_runtime.preprocess.prompt_items import PromptItems
 from tformer_runtime.preprocess.text_reader import Pair, TextReader, TextWindow
 from tformer_runtime.preprocess.tokenizer import Codec
 
+MIN_TEXT_CHARACTERS = 1 << 19  # that are read of any text
+CHARACTERS_PER_TOKEN = 8  # of a text that just fits into a model; words have four or five
+
 Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]  # or an image: see `ImagePreprocessor.pixels`
 Input = Value | Mapping[str, Value]
 
@@ -35,6 +38,14 @@ Input = Value | Mapping[str, Value]
 def is_pair(value: Any) -> bool:
     """Return whether a value is a pair of texts."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
+
+def _as_array(value: Any) -> Array:
+    """Return an array; one of no numbers for lists that are none, such as rows of different lengths."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        return np.array(None)
 
 
 def _is_number(spec: RequestInput) -> bool:
@@ -176,13 +187,14 @@ class Inputs:
             codec = self._codec(name)
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids (--ids)")
+            self._check_text_length(name, value)
             encoded: list[int] = []
             if value:  # an empty text gets no special tokens
                 vocabulary_size = self._vocabulary_size(name)
                 encoded = codec.encode(value, add_special_tokens, vocabulary_size, starts_prompt, ends_prompt)
             ids = np.array(encoded, np.int64)
         else:
-            ids = np.asarray(value)
+            ids = _as_array(value)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
                 raise InputError(f"input {name} takes text or a sequence of whole numbers")
             ids = ids.astype(np.int64)
@@ -214,7 +226,7 @@ class Inputs:
     @staticmethod
     def _types(name: str, value: Value, spec: RequestInput, ids: Ints, truncate: bool) -> Ints:
         """Check the token types of the caller, one per id."""
-        types = np.asarray(value)
+        types = _as_array(value)
         if types.ndim != 1 or (types.size and types.dtype.kind not in "iu"):
             raise InputError(f"input {name} takes a sequence of whole numbers")
         types = types[: spec.max_length if truncate else None].astype(np.int64)
@@ -249,6 +261,8 @@ class Inputs:
         """
         spec, reader = self.text_input
         max_tokens = spec.max_length if max_tokens is None else max_tokens
+        windowed = stride is not None and max_tokens is not None
+        text = self._readable(spec.name, text, truncate and not windowed)
         if stride is not None and max_tokens is not None:
             windows = reader.windows(text, max_tokens, stride)
         else:
@@ -272,12 +286,38 @@ class Inputs:
             if index is None:
                 raise InputError(f"the file has no tokenizer for {spec.name}: give ids (--ids)")
             text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
-            ids, types = self._readers[index].read(text, max_tokens)
+            ids, types = self._readers[index].read(self._readable(spec.name, text, max_tokens is not None), max_tokens)
         else:
             ids = self.ids(spec.name, value, add_special_tokens=True)[:max_tokens]
             types = np.zeros_like(ids)
         self._check_length_and_ids(spec, ids)
         return ids, types
+
+    def _readable(self, name: str, text: str | Pair, cut: bool) -> str | Pair:
+        """Return a text or a pair of which no more is left than a tokenizer reads at once.
+
+        cut: whether the ids will be cut to the model's length, so that the end of a long text is of no use. Else raise
+            InputError for a text that is too long.
+        """
+        if not isinstance(text, str):
+            first, second = (self._readable(name, part, cut) for part in text)
+            return str(first), str(second)
+        text = text[: self._max_characters(name)] if cut else text
+        self._check_text_length(name, text)
+        return text
+
+    def _check_text_length(self, name: str, text: str) -> None:
+        if len(text) > (limit := self._max_characters(name)):
+            raise InputError(
+                f"the input is {len(text):,} characters long and at most {limit:,} are read at once: cut it into parts"
+            )
+
+    def _max_characters(self, name: str) -> int:
+        """Return the characters of a text that is read at once. A tokenizer takes some 500 bytes of memory for each."""
+        encode = self._manifest.encode
+        lengths = [spec.max_length for spec in encode.inputs if spec.name == name] if encode else []
+        longest = max([self._manifest.max_length, *(n for n in lengths if n is not None)])
+        return max(MIN_TEXT_CHARACTERS, CHARACTERS_PER_TOKEN * longest)
 
     def _check_length_and_ids(self, spec: RequestInput, ids: Ints) -> None:
         if not len(ids):
@@ -323,7 +363,7 @@ class Inputs:
             with np.errstate(over="ignore"):  # the check below refuses an overflow
                 array = np.asarray(value, spec.dtype)
         except (TypeError, ValueError, OverflowError) as error:  # not numbers, too large, or rows of different lengths
-            raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {error}") from error
+            raise InputError(f"input {spec.name} takes an array of {spec.dtype}: {quotable(error)}") from error
         if spec.role == "ids" and (np.asarray(value) != array).any():
             raise InputError(f"input {spec.name} takes whole numbers")
         if spec.role == "ids":
@@ -335,7 +375,8 @@ class Inputs:
 
     def _check_names(self, expected: Sequence[str], values: Mapping[str, Value]) -> None:
         if set(values) != set(expected):
-            raise InputError(f"the model reads {', '.join(expected)}, not {', '.join(values) or 'nothing'}")
+            given = ", ".join(map(str, values)) or "nothing"
+            raise InputError(f"the model reads {', '.join(expected)}, not {quotable(given)}")
 
     def _check_ids(self, name: str, ids: Ints) -> None:
         size = self._vocabulary_size(name)

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 from tformer_runtime.base.arrays import Ints
-from tformer_runtime.base.errors import InputError, ModelFileError
+from tformer_runtime.base.errors import InputError, quotable
+from tformer_runtime.base.foreign_errors import foreign_errors
+from tformer_runtime.preprocess.tokenizer import check_text, unreadable_tokenizer
 
 Pair = tuple[str, str]
 
@@ -141,30 +143,27 @@ class TextReader:
 
     def _encode(self, text: str | Pair, max_tokens: int | None, stride: int | None = None) -> Encoding:
         first, second = (text, None) if isinstance(text, str) else text
-        try:
-            return self._tokenizer(max_tokens, stride, second is not None).encode(first, second)
-        except InputError:
-            raise
-        except Exception as error:  # the package raises plain Exception
-            raise InputError(f"the tokenizer cannot read the input: {error}") from error
+        check_text(first)
+        check_text(second or "")
+        tokenizer = self._tokenizer(max_tokens, stride, second is not None)
+        with foreign_errors(lambda error: InputError(f"the tokenizer cannot read the input: {quotable(error)}")):
+            return tokenizer.encode(first, second)
 
     def _make_tokenizer(self, max_tokens: int | None, stride: int | None = None, pair: bool = False) -> Tokenizer:
         """Return the tokenizer with truncation to `max_tokens`, in windows if there is a stride."""
-        try:
+        with foreign_errors(unreadable_tokenizer):
             tokenizer = Tokenizer.from_str(self._definition)
-        except Exception as error:
-            raise ModelFileError(f"the file's tokenizer cannot be read ({error}): export the model again") from error
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
         if max_tokens is not None:
-            try:
+            with foreign_errors(
+                lambda error: InputError(f"nothing is left of a text that is cut to {max_tokens} tokens: {error}")
+            ):
                 if stride is None:
                     tokenizer.enable_truncation(max_tokens)
                 else:
                     strategy = "only_second" if pair else "longest_first"
                     tokenizer.enable_truncation(max_tokens, stride=stride, strategy=strategy)
-            except Exception as error:
-                raise InputError(f"nothing is left of a text that is cut to {max_tokens} tokens: {error}") from error
         return tokenizer
 
 

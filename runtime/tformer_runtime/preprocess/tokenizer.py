@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer, models
 
-from tformer_runtime.base.errors import InputError, ModelFileError
+from tformer_runtime.base.errors import InputError, ModelFileError, error_summary, quotable
+from tformer_runtime.base.foreign_errors import foreign_errors
+from tformer_runtime.base.validation import surrogate_in
 
 
 class Codec:
@@ -23,18 +25,16 @@ class Codec:
 
     def __init__(self, definition: str) -> None:
         """definition: a tokenizer in tokenizers' JSON format."""
-        try:
+        with foreign_errors(unreadable_tokenizer):
             self._tokenizer = Tokenizer.from_str(definition)
             parts = json.loads(definition)
             model = parts["model"]
-        except Exception as error:  # the package raises plain Exception
-            raise ModelFileError(f"the file's tokenizer cannot be read ({error}): export the model again") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        unknown = model.get("unk_token")
-        self._unknown: int | None = self._tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
-        self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._decoder: dict[str, Any] | None = parts.get("decoder")
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            unknown = model.get("unk_token")
+            self._unknown: int | None = self._tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
+            self._special = {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+            self._decoder: dict[str, Any] | None = parts.get("decoder")
         self._is_dropped = functools.lru_cache(maxsize=4096)(self._drops)
 
     @property
@@ -57,10 +57,9 @@ class Codec:
         starts_prompt, ends_prompt: keep the special tokens before the text, and those after it.
         Raise InputError for a character outside the vocabulary.
         """
-        try:
+        check_text(text)
+        with foreign_errors(lambda _: self._refused(text)):  # a tokenizer without an unknown token may refuse instead
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # a tokenizer without an unknown token may refuse instead
-            raise self._refused(text) from error
         covered = bytearray(len(text))
         for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if (id_ == self._unknown or (vocabulary_size is not None and id_ >= vocabulary_size)) and end > start:
@@ -77,7 +76,8 @@ class Codec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with foreign_errors(unreadable_tokenizer):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def token(self, id_: int) -> str:
         """Return the token of an id in the vocabulary; the id if it is unknown."""
@@ -98,23 +98,27 @@ class Codec:
     def _refused(self, text: str) -> InputError:
         """Return an error with the piece that the tokenizer refused."""
         tokenizer = self._tokenizer
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text) if tokenizer.pre_tokenizer else [(text, (0, 0))]
-        for piece, (start, _) in pieces:
-            try:
-                tokenizer.model.tokenize(piece)
-            except Exception:
-                return _outside(piece, start)
+        outside = InputError("the input holds something outside the model's vocabulary")
+        try:
+            with foreign_errors(lambda _: outside):
+                if tokenizer.normalizer is not None:
+                    text = tokenizer.normalizer.normalize_str(text)
+                pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text) if tokenizer.pre_tokenizer else [(text, (0, 0))]
+                for piece, (start, _) in pieces:
+                    outside = _outside(piece, start)
+                    tokenizer.model.tokenize(piece)
+        except InputError as error:
+            return error
         return InputError("the input holds something outside the model's vocabulary")
 
     def _drops(self, character: str) -> bool:
         """Return whether the tokenizer drops a character because of its vocabulary, and not by design."""
         tokenizer = self._tokenizer
         try:
-            if tokenizer.encode(character, add_special_tokens=False).ids:
-                return False
-        except Exception:  # the tokenizer refuses the character
+            with foreign_errors(lambda _: _outside(character, 0)):
+                if tokenizer.encode(character, add_special_tokens=False).ids:
+                    return False
+        except InputError:  # the tokenizer refuses the character
             return False
         if tokenizer.normalizer is not None:
             character = tokenizer.normalizer.normalize_str(character)
@@ -123,8 +127,19 @@ class Codec:
         return bool(character)
 
 
+def unreadable_tokenizer(error: BaseException) -> ModelFileError:
+    """Return the error for a tokenizer of the file that cannot be read."""
+    return ModelFileError(f"the file's tokenizer cannot be read ({error_summary(error)}): export the model again")
+
+
+def check_text(text: str) -> None:
+    """Raise InputError for a text with half a character, which no tokenizer reads."""
+    if (found := surrogate_in(text)) is not None:
+        raise InputError(f"the input holds {found}")
+
+
 def _outside(piece: str, index: int) -> InputError:
-    return InputError(f"{piece!r} (character {index + 1} of the input) is not in the model's vocabulary")
+    return InputError(f"{quotable(piece)!r} (character {index + 1} of the input) is not in the model's vocabulary")
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str | None:
@@ -290,8 +305,14 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 def _decode_function(decoder: dict[str, Any]) -> DecodeFunction:
     """Return the function of the tokenizers package for a decoder, from pieces to text."""
     tokenizer = json.loads(Tokenizer(models.WordLevel()).to_str())
-    decode: DecodeFunction = Tokenizer.from_str(json.dumps(tokenizer | {"decoder": decoder})).decoder.decode
-    return decode
+    with foreign_errors(unreadable_tokenizer):
+        decode: DecodeFunction = Tokenizer.from_str(json.dumps(tokenizer | {"decoder": decoder})).decoder.decode
+
+    def decode_or_refuse(pieces: Any) -> str:
+        with foreign_errors(unreadable_tokenizer):
+            return decode(pieces)
+
+    return decode_or_refuse
 
 
 class _PieceStep:

@@ -17,7 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tformer_runtime.base.arrays import Bools
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import OptionError, error_summary, quotable
+from tformer_runtime.base.foreign_errors import foreign_errors
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -55,13 +56,15 @@ class Vocabulary:
 
     def check_choice(self, choice: str) -> None:
         """Raise OptionError for a choice that cannot be spelt."""
+        quoted = repr(quotable(choice))
         if self.word_level and self.spellable_alone is not None:
             missing = [word for word in choice.split(" ") if word not in self.spellable_alone] if choice else []
             if missing:
-                raise OptionError(f"the choice {choice!r} holds {missing[0]!r}, which is not a word of the vocabulary")
+                word = repr(quotable(missing[0]))
+                raise OptionError(f"the choice {quoted} holds {word}, which is not a word of the vocabulary")
         elif self.spellable_texts is not None and not re.fullmatch(self.spellable_texts, choice):
-            self.check_characters(choice, f"the choice {choice!r}")
-            raise OptionError(f"the choice {choice!r} cannot be spelt by the model's vocabulary: where its spaces are")
+            self.check_characters(choice, f"the choice {quoted}")
+            raise OptionError(f"the choice {quoted} cannot be spelt by the model's vocabulary: where its spaces are")
 
     def check_characters(self, text: str, subject: str) -> None:
         """Raise OptionError for a text with a character that cannot be spelt. subject: of the sentence of the error."""
@@ -81,6 +84,15 @@ def vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Voca
     ends: the end tokens.
     Raise OptionError for a tokenizer whose ids have no certain bytes.
     """
+    with foreign_errors(_unreadable):
+        return _vocabulary_of(tokenizer_json, size, ends)
+
+
+def _unreadable(error: BaseException) -> OptionError:
+    return OptionError(f"generation with this tokenizer cannot be constrained: {error_summary(error)}")
+
+
+def _vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Vocabulary:
     definition = json.loads(tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     unknown = definition["model"].get("unk_token")

@@ -236,9 +236,7 @@ def test_random_ids_of_all_decoder_chains_stream_to_their_text(data):
     ids = data.draw(st.lists(st.integers(0, codec.size), max_size=20))
     try:
         text = codec.decode(ids)
-    except BaseException as panic:  # Strip of the package tokenizers panics if the text is too short
-        if type(panic).__name__ != "PanicException":
-            raise
+    except ModelFileError:  # Strip of the package tokenizers panics if the text is too short
         reject()
     assert_stream_is_exact(codec, ids, data.draw(stop_strings(text)))
 
