@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F64
-from tformer_runtime.base.errors import InputError, ModelFileError, OptionError
+from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, quotable
 from tformer_runtime.base.validation import check_int
 from tformer_runtime.format.manifest import SERIES, Manifest, Preprocessing
 from tformer_runtime.format.typed_json import Count, Index, read_typed
@@ -107,10 +107,10 @@ class SeriesPreprocessor:
             raise InputError(
                 f"row {row + cut + 1} of column {name} is {values[row, column]}: fill gaps before, as suits the data"
             )
-        mean, scale = self._mean_and_scale(values)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, scale = self._mean_and_scale(values)
             normalized = ((values - mean) / scale).astype(np.float32)
-        if not np.isfinite(normalized).all():
+        if not all(np.isfinite(numbers).all() for numbers in (normalized, mean, scale)):
             raise InputError("the history holds numbers that are too large for float32")
         targets = list(self.targets)
         return SeriesWindow(normalized, mean[targets], scale[targets])
@@ -122,8 +122,14 @@ class SeriesPreprocessor:
         return np.array(self.begin, np.float32)
 
     def denormalize(self, values: npt.NDArray[Any], window: SeriesWindow) -> npt.NDArray[np.float32]:
-        """Return a forecast (horizon, targets) in the units of the history."""
-        denormalized: npt.NDArray[np.float32] = (values * window.scale + window.mean).astype(np.float32)
+        """Return a forecast (horizon, targets) in the units of the history.
+
+        Raise InputError for a forecast that float32 cannot hold in these units.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            denormalized: npt.NDArray[np.float32] = (values * window.scale + window.mean).astype(np.float32)
+        if np.isfinite(values).all() and not np.isfinite(denormalized).all():
+            raise InputError("the forecast is too large for float32: give the history in larger units")
         return denormalized
 
     def steps(self, horizon: int | None) -> int:
@@ -142,8 +148,8 @@ class SeriesPreprocessor:
     def _numbers(self, history: npt.ArrayLike) -> F64:
         try:
             values = np.asarray(history, np.float64)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"a history is an array of numbers, (time, {self.features}): {error}") from error
+        except (TypeError, ValueError, OverflowError) as error:  # an int may be larger than any float
+            raise InputError(f"a history is an array of numbers, (time, {self.features}): {quotable(error)}") from error
         if values.ndim == 1 and self.features == 1:
             values = values[:, None]
         if values.ndim != 2 or values.shape[1] != self.features:
