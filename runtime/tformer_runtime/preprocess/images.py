@@ -26,7 +26,7 @@ from tformer_runtime.base.extras import import_optional
 from tformer_runtime.base.special_files import special_kind
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
 from tformer_runtime.format.typed_json import read_typed
-from tformer_runtime.preprocess.tiles import NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
+from tformer_runtime.preprocess.tiles import MAX_EDGE, NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,7 +39,14 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"max_height", "max_width"},
     {"longest_edge"},  # with tiles
 )
-MAX_PIXELS = 89_478_485  # Pillow's own limit: 256 MiB of RGB. A small compressed file could fill the memory.
+MAX_PIXELS = 61_000_000  # of the largest cameras; two copies of 4 bytes take 465 MiB. A small compressed file could fill the memory.
+MAX_COPIED_PIXELS = 25_000_000  # of the formats whose decoders hold four copies
+COPYING_FORMATS = {"WEBP", "AVIF", "HEIF", "JPEG2000"}
+MAX_RESIZED_PIXELS = 1 << 25  # of a picture before its crop. A long thin picture grows by far with its shorter edge.
+MAX_MODEL_PIXELS = 1 << 24  # of the pixels of a model, which take 12 bytes each
+MAX_TILES = 1 << 14
+CHUNK_PIXELS = 1 << 20  # that are float64 at one time
+OTHER_PROGRAMS = {"EPS", "WMF"}  # formats that Pillow gives to Ghostscript and to Windows
 MAX_TARGET_EDGE = 2**14  # of a resized or cropped image
 Edge = Annotated[int, Meta(ge=1, le=MAX_TARGET_EDGE)]
 
@@ -101,7 +108,10 @@ class ImagePreprocessor:
             raise InputError(f"{name!r} is no name of a file: give that of an image")
         import_optional("PIL.Image", "reading images needs Pillow", "image")
         with _errors_as_input_errors(name):
-            converted = _open(image, name).convert("RGB" if self.channels == 3 else "L")
+            opened, mode = _open(image, name), "RGB" if self.channels == 3 else "L"
+            opened.load()
+            _with_pixels(opened, name)  # a picture in an .ico file has a size of its own
+            converted = opened if opened.mode == mode else opened.convert(mode)
         resized, grid = self._resize(converted, name), NO_GRID
         if not self.tile:
             return self._values(resized)[None], grid
@@ -115,16 +125,30 @@ class ImagePreprocessor:
     def _values(self, image: Image) -> npt.NDArray[Any]:
         """Return the numbers of a resized image, (channels, height, width)."""
         array = np.asarray(image)
-        values = self._crop(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
+        cropped = self._crop(array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0))
+        if self.scale is None and not self.mean:
+            return np.ascontiguousarray(cropped)
+        values: npt.NDArray[Any] = np.empty(cropped.shape, np.float32)
+        height, width = cropped.shape[1:]
+        step = max(1, CHUNK_PIXELS // width)
+        for row in range(0, height, step):
+            values[:, row : row + step] = self._scaled(cropped[:, row : row + step])
+        return values
+
+    def _scaled(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the numbers of rows of pixels, (channels, rows, width)."""
         if self.scale is not None:
             values = (values.astype(np.float64) * self.scale).astype(np.float32)
         if self.mean:
             mean, std = (np.array(v, np.float32)[:, None, None] for v in (self.mean, self.std))
             values = (values.astype(np.float32) - mean) / std
-        return np.ascontiguousarray(values)
+        return values
 
     def _resize(self, image: Image, name: str) -> Image:
         if not self.size:
+            if not self.crop and image.width * image.height > MAX_MODEL_PIXELS:
+                size = f"{image.width} × {image.height} pixels"
+                raise InputError(f"{name} is {size}, and the model reads at most {MAX_MODEL_PIXELS:,}: make it smaller")
             return image
         return self._resize_to(image, target_size(self.size, image.height, image.width), name)
 
@@ -133,7 +157,7 @@ class ImagePreprocessor:
         height, width = size
         if image.size == (width, height) and self.tile:
             return image
-        if min(height, width) < 1 or height * width > MAX_PIXELS:
+        if min(height, width) < 1 or height * width > (MAX_RESIZED_PIXELS if self.crop else MAX_MODEL_PIXELS):
             raise InputError(
                 f"{name} is {image.width} × {image.height} pixels and would be resized to {width} × {height}: cut "
                 "it to a shape that is less long"
@@ -180,6 +204,11 @@ class ImagePreprocessor:
             raise ValueError("sizes are whole numbers of 1 or more, two of them for a crop: height and width")
         if self.tile and (not _whole(self.tile) or self.crop or set(self.size) != {"longest_edge"}):
             raise ValueError("tiles have a whole edge of 1 or more, follow a longest edge and are not cropped")
+        areas = [self.crop, [self.size[name] for name in ("height", "width") if name in self.size]]
+        if any(len(edges) == 2 and edges[0] * edges[1] > MAX_MODEL_PIXELS for edges in areas):
+            raise ValueError(f"the pixels of a model are at most {MAX_MODEL_PIXELS:,}")
+        if self.tile and (min(self.size["longest_edge"], MAX_EDGE) // self.tile) ** 2 > MAX_TILES:
+            raise ValueError(f"a picture has at most {MAX_TILES:,} tiles")
         if self.tile == 0 and set(self.size) == {"longest_edge"}:
             raise ValueError("a longest edge alone is for tiles")
         if self.resample not in FILTERS:
@@ -249,7 +278,10 @@ def _open(source: Any, name: str) -> Image:
             raise InputError(f"{name} is no regular file but a pipe or a device, which may never end")
         with _open_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
-            image = Image.open(file)
+            Image.init()
+            image = Image.open(file, formats=[kind for kind in Image.ID if kind not in OTHER_PROGRAMS])
+        ImageOps.exif_transpose(_with_pixels(image, name), in_place=True)  # which copies no picture that is upright
+        return image
     elif isinstance(source, (list, tuple)) and len(source) == 2:
         raise InputError("the input is two images: give one; only --similarity takes pairs")
     else:
@@ -257,16 +289,22 @@ def _open(source: Any, name: str) -> Image:
             "an image is the name of a file, its bytes, a Pillow image or an array of uint8, not "
             f"{type(source).__name__}"
         )
-    if image.width * image.height > MAX_PIXELS:
-        raise _too_large(f"{name} is {image.width} × {image.height} pixels")
-    if not image.width * image.height:
-        raise InputError(f"{name} has no pixels")
-    upright = ImageOps.exif_transpose(image)
+    upright = ImageOps.exif_transpose(_with_pixels(image, name))
     return image if upright is None else upright
 
 
-def _too_large(fact: str) -> InputError:
-    return InputError(f"{fact}, and at most {MAX_PIXELS:,} are read: make it smaller first")
+def _with_pixels(image: Image, name: str) -> Image:
+    """Return an image. Raise InputError for one with too many pixels, or with none."""
+    limit = MAX_COPIED_PIXELS if image.format in COPYING_FORMATS else MAX_PIXELS
+    if image.width * image.height > limit:
+        raise _too_large(f"{name} is {image.width} × {image.height} pixels", limit)
+    if not image.width * image.height:
+        raise InputError(f"{name} has no pixels")
+    return image
+
+
+def _too_large(fact: str, limit: int = MAX_PIXELS) -> InputError:
+    return InputError(f"{fact}, and at most {limit:,} are read: make it smaller first")
 
 
 @contextmanager
