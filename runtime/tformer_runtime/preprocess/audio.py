@@ -36,7 +36,12 @@ WAVEFORM, LOG_MEL = "waveform", "log-mel"
 VARIANCE_EPSILON = 1e-7
 MIN_POWER, LOG10_POWER_RANGE = 1e-10, 8.0
 FFT_CHUNK_FRAMES = 4096  # 13 MB for frames of 400 samples
-MAX_SAMPLES = 2**30  # of all channels, 4 GiB: 18 hours at 16 kHz. A small compressed file could fill the memory.
+MAX_SAMPLES = 2**30  # of all channels, 4 GiB: 18 hours at 16 kHz
+# A small compressed file could fill the memory: silence takes next to no bytes in FLAC. The least that speech takes is
+# 64 samples a byte (6 kbit/s at 48 kHz).
+MAX_SAMPLES_PER_BYTE = 128
+FREE_SAMPLES = 2**24  # samples of any file
+READ_SAMPLES = 2**22  # samples that are decoded at one time
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # samples per second
 MAX_FFT = 2**16  # samples of a Fourier transform, and bands of a spectrogram
 MP3_MISSING_SAMPLES = 2304  # two frames of MP3, which a complete file may lack
@@ -147,7 +152,7 @@ class AudioPreprocessor:
     def _read(self, sound: Any, name: str) -> F32:
         rate: Any = self.sampling_rate
         if isinstance(sound, (str, os.PathLike, bytes)):
-            samples, rate = _read_file(sound, name)
+            samples, rate = _read_file(sound, name)  # one channel
         elif isinstance(sound, tuple) and len(sound) == 2 and np.isscalar(sound[1]) and not np.isscalar(sound[0]):
             rate = _check_rate(sound[1], name)
             samples = _as_samples(sound[0])
@@ -155,13 +160,8 @@ class AudioPreprocessor:
             samples = _as_samples(sound)
         if not samples.size:
             raise InputError(f"{name} is empty")
-        if not np.isfinite(samples).all():
-            index = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
-            raise InputError(
-                f"{name} holds a sample that is no number, {samples[index].tolist()} at {index / rate:.3f} s"
-            )
-        mono: F32 = samples.mean(1, dtype=np.float64).astype(np.float32)
-        mono = _resample(mono, rate, self.sampling_rate, name)
+        _check_numbers(samples, 0, rate, name)
+        mono = _resample(_mono(samples), rate, self.sampling_rate, name)
         if len(mono) < self.min_samples:
             seconds = len(mono) / self.sampling_rate
             raise InputError(
@@ -213,8 +213,18 @@ def _memory_errors(name: str) -> Iterator[None]:
         raise OutOfMemoryError(f"{name} is too long for the memory there is: cut it into parts") from error
 
 
+def _mono(samples: F32) -> F32:
+    """Return the mean of the channels of (samples, channels)."""
+    if samples.shape[1] == 1:
+        return samples[:, 0]
+    mono: F32 = np.empty(len(samples), np.float32)
+    for begin in range(0, len(samples), READ_SAMPLES):
+        mono[begin : begin + READ_SAMPLES] = samples[begin : begin + READ_SAMPLES].mean(1, dtype=np.float64)
+    return mono
+
+
 def _read_file(source: Any, name: str) -> tuple[F32, int]:
-    """Return the samples (samples, channels) of a file, and their rate. source: its name or its bytes."""
+    """Return the mean of the channels of a file, (samples, 1), and their rate. source: its name or its bytes."""
     soundfile = import_optional("soundfile", "reading sound needs soundfile", "audio")
     if not isinstance(source, bytes):
         if not os.fspath(source):
@@ -232,7 +242,8 @@ def _read_file(source: Any, name: str) -> tuple[F32, int]:
                 )
             if file.frames * file.channels > MAX_SAMPLES:
                 raise _too_long(name, file.frames * file.channels)
-            samples = file.read(dtype="float32", always_2d=True)
+            size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+            samples = _read_blocks(file, size, name)
             _check_complete(file, len(samples), name)
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
@@ -242,6 +253,30 @@ def _read_file(source: Any, name: str) -> tuple[F32, int]:
             f"{name} is not a sound file of a supported format (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
         ) from error
     return samples, rate
+
+
+def _read_blocks(file: Any, size: int, name: str) -> F32:
+    """Return the mean of the channels, (samples, 1). Memory follows the samples, and not what the header says.
+
+    size: bytes of the file. Raise InputError for more samples than a file of this size can hold.
+    """
+    max_samples = max(FREE_SAMPLES, size * MAX_SAMPLES_PER_BYTE)
+    mono: F32 = np.empty(
+        min(file.frames, max_samples // file.channels), np.float32
+    )  # memory is taken when it is written
+    step, count = max(1, READ_SAMPLES // file.channels), 0
+    while len(block := file.read(step, dtype="float32", always_2d=True)):
+        if (count + len(block)) * file.channels > max_samples:
+            raise InputError(
+                f"{name} holds more than {max_samples:,} samples, too many for a file of {size:,} bytes: it unpacks to "
+                "silence that could fill the memory"
+            )
+        _check_numbers(block, count, file.samplerate, name)
+        if count + len(block) > len(mono):  # the header states too few
+            mono = np.concatenate([mono[:count], np.empty(max(count, len(block)), np.float32)])
+        mono[count : count + len(block)] = _mono(block)
+        count += len(block)
+    return mono[:count, None]
 
 
 def _check_complete(file: Any, read_frames: int, name: str) -> None:
@@ -259,6 +294,15 @@ def _check_complete(file: Any, read_frames: int, name: str) -> None:
         raise InputError(
             f"{name} is cut off: it holds {read_frames / file.samplerate:.2f} s of "
             f"{expected_frames / file.samplerate:.2f} s that its header states; copy it again"
+        )
+
+
+def _check_numbers(samples: F32, begin: int, rate: int, name: str) -> None:
+    """Raise InputError for samples (samples, channels) that are no numbers. begin: the index of the first."""
+    if not np.isfinite(samples).all():
+        index = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
+        raise InputError(
+            f"{name} holds a sample that is no number, {samples[index].tolist()} at {(begin + index) / rate:.3f} s"
         )
 
 
@@ -311,6 +355,8 @@ def _resample(samples: F32, rate: int, target_rate: int, name: str) -> F32:
     needs = f"{name} has {rate} samples a second and the model reads {target_rate}: to have it resampled it needs soxr"
     soxr = import_optional("soxr", needs, "audio")
     resampled: F32 = soxr.resample(samples, rate, target_rate).astype(np.float32)
+    if not np.isfinite(resampled).all():
+        raise InputError(f"{name} holds samples that are too large to be resampled: samples are from -1 to 1")
     return resampled
 
 
