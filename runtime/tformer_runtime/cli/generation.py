@@ -221,7 +221,7 @@ def _messages(line: str) -> Any:
         return line
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line  # a text that begins with a bracket
 
 

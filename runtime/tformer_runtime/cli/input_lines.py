@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tformer_runtime.base.errors import InputError
 
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
 
 
 class InputLines:

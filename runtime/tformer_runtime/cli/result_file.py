@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from tformer_runtime.base.errors import OutputError
+from tformer_runtime.base.errors import OutputError, quotable
 
 if sys.platform != "win32":
     import fcntl
@@ -212,8 +212,8 @@ class ResultFile:
             new, old = self._run_options.get(name), run_options.get(name)
             if new != old:
                 raise OutputError(
-                    f"{name} is {_describe(new)}, but was {_describe(old)} in the run that wrote {self._part}: give "
-                    "the same, or start over with --force"
+                    f"{quotable(name)} is {_describe(new)}, but was {_describe(old)} in the run that wrote "
+                    f"{self._part}: give the same, or start over with --force"
                 )
         if size < self._header_bytes + progress.bytes and progress.inputs:
             raise OutputError(f"{self._part} has lost results since they were written: start over with --force")
@@ -274,4 +274,5 @@ class ResultFile:
 
 
 def _describe(value: Any) -> str:
-    return {"null": "not given", "true": "given"}.get(text := json.dumps(value, ensure_ascii=False), text)
+    text = json.dumps(value, ensure_ascii=False)
+    return {"null": "not given", "true": "given"}.get(text, quotable(text))

@@ -189,6 +189,8 @@ class BaseTask(ABC):
             raise InputError(f"the file has no tokenizer for {specs[0].name}: give ids (--ids)")
         try:
             value: Input = json.loads(line)
+        except RecursionError as error:
+            raise InputError(f"{line[:60]!r} is nested too deeply") from error
         except ValueError as error:
             names = ", ".join(spec.name for spec in specs)
             raise InputError(f"{line[:60]!r} is not JSON ({error}), and the model reads numbers: {names}") from error

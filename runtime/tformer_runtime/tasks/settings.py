@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ def value_of(flag: Flag, text: Any) -> Any:
 def bytes_of(text: str, option: str = "max_memory") -> int:
     """Parse a number of bytes, KiB (K), MiB (M) or GiB (G). Raise OptionError for other text. option: its name."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    count = int(size) if math.isfinite(size) else 0
     if count < 1:
         raise OptionError(
             f"{option} must be a number of bytes of at least 1, or such a number and K, M or G, not {text!r}",
