@@ -80,6 +80,8 @@ class Checkpoint:
         from torch import nn
 
         make = _trusted_callable(self.factory, trust)
+        if _is_within(getattr(make, "__module__", None) or "", OWN_PACKAGES):
+            self._check_sizes(make)  # before memory is taken; another factory runs once, as its author expects
         try:
             module: nn.Module = make(**self.arguments)
         except (Exception, SystemExit) as error:  # user code: whatever it raises means that the file cannot be built
@@ -91,6 +93,18 @@ class Checkpoint:
             raise SourceError(f"the factory {self.factory} returned {type(module).__name__}, not a module")
         load_weights(module, self.state_dict, "the checkpoint", self.factory)
         return module.eval()
+
+    def _check_sizes(self, make: Callable[..., Any]) -> None:
+        """Raise SourceError if the file lacks weights of these sizes. No memory is taken, however large they are."""
+        import torch
+
+        try:
+            with torch.device("meta"):
+                module = make(**self.arguments)
+            expected = module.state_dict()
+        except (Exception, SystemExit):  # the factory needs numbers, or fails without them too
+            return
+        check_weights(expected, self.state_dict, "the checkpoint", self.factory)
 
 
 KINDS: dict[str, type | UnionType] = {
@@ -188,6 +202,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         source.open("rb").close()
     except OSError as error:
         raise SourceError(f"{source} cannot be read: {error.strerror or error}") from error
+    refuse_bomb(source)
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -201,6 +216,23 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except Exception as error:  # RuntimeError, EOFError, OSError, ... depending on where a file breaks off
         raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
     return _parse(source, content)
+
+
+def refuse_bomb(source: Path) -> None:
+    """Raise SourceError for an archive whose members are larger than the file itself. torch.save compresses none."""
+    try:
+        if not zipfile.is_zipfile(source):
+            return  # a pickle, whose values take as many bytes in the file
+        with zipfile.ZipFile(source) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except Exception as error:  # the module zipfile raises many types for a damaged directory
+        raise SourceError(f"{source} is not a PyTorch checkpoint, or is damaged") from error
+    size = source.stat().st_size
+    if unpacked > size:
+        raise SourceError(
+            f"{source} has {size:,} bytes and unpacks to {unpacked:,}, which torch.save never writes: save it again "
+            "with torch.save or save_checkpoint()"
+        )
 
 
 def _trusted_callable(path: str, trust: Sequence[str]) -> Callable[..., Any]:
@@ -258,10 +290,15 @@ def _split(path: str) -> tuple[str, str]:
 
 def load_weights(module: nn.Module, state: Mapping[str, Tensor], owner: str, factory: str) -> None:
     """Load weights into the module. Raises one SourceError that lists every missing, unexpected or misshapen weight."""
-    differences = _differences(module.state_dict(), state)
+    check_weights(module.state_dict(), state, owner, factory)
+    module.load_state_dict(dict(state))
+
+
+def check_weights(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], owner: str, factory: str) -> None:
+    """Raise one SourceError that lists every missing, unexpected or misshapen weight."""
+    differences = _differences(expected, state)
     if differences:
         raise SourceError(f"{owner}'s weights do not fit the module that {factory} makes: {'; '.join(differences)}")
-    module.load_state_dict(dict(state))
 
 
 def _parse(source: Path, content: Any) -> Checkpoint:
@@ -283,9 +320,30 @@ def _parse(source: Path, content: Any) -> Checkpoint:
     wrong = [name for name, kind in KINDS.items() if not isinstance(content[name], kind)]
     if not wrong and not all(isinstance(value, torch.Tensor) for value in content["state_dict"].values()):
         wrong = ["state_dict"]
+    if not wrong:
+        values = source.stat().st_size  # each takes a byte or more
+        for name in content:
+            if name != "state_dict" and (values := _count_down(content[name], values)) < 0:
+                raise SourceError(f"{source} is damaged: {name} holds itself, or more values than the file has bytes")
     if wrong:
         raise SourceError(f"{source} is not a valid checkpoint: wrong type of {', '.join(wrong)}")
     return Checkpoint(**{f.name: content[f.name] for f in fields(Checkpoint)})
+
+
+def _count_down(value: Any, left: int) -> int:
+    """Return how many values are left of a number after those in a value, or −1.
+
+    A pickle of a few bytes can repeat a list in lists without end.
+    """
+    waiting = [value]
+    while waiting and left >= 0:
+        part = waiting.pop()
+        left -= 1
+        if isinstance(part, Mapping):
+            waiting += part.values()
+        elif isinstance(part, (list, tuple)):
+            waiting += part
+    return left if not waiting else -1
 
 
 def _differences(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer, normalizers
 from torch import nn
 
+from tformer_export.common.checkpoint import refuse_bomb
 from tformer_export.sources.base import Source
 from tformer_export.sources.pooled_module import POOLS, Pipeline
 from tformer_export.sources.pooling import with_pooling
@@ -185,7 +186,10 @@ def _weights(path: Path) -> Mapping[str, torch.Tensor]:
 
             weights: Mapping[str, torch.Tensor] = load_file(path / "model.safetensors")
         else:
+            refuse_bomb(path / "pytorch_model.bin")
             weights = torch.load(path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except SourceError:
+        raise
     except Exception as error:  # safetensors and torch raise many types
         raise SourceError(f"{path} holds no weights that can be read: {error}") from error
     return weights

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tformer_export.common.checkpoint import refuse_bomb
 from tformer_runtime.base.errors import MissingExtraError, SourceError
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def _load(path: Path) -> Any:
             return load_file(path)
         except SafetensorError as error:
             raise SourceError(f"{path} is no file of safetensors: {error}") from error
+    refuse_bomb(path)
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types, with no common base
