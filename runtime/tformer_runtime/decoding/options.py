@@ -204,7 +204,7 @@ class GenerationOptions:
     temperature: float | None = _option(
         SAMPLING,
         "Divide logits by X and sample; 0 is greedy.",
-        check.number("0 or more", lambda x: x >= 0),
+        check.number("0, or a number of at least 1e-6", lambda x: x == 0 or x >= 1e-6),  # less overflows float64
         None,
         "X",
         float,
