@@ -20,6 +20,10 @@ prompt fills a good part of them, because growing would copy the prompt at the c
 
 from __future__ import annotations
 
+import functools
+import math
+import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.errors import OutOfMemoryError
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import SLOT_AXIS, CacheSpec
@@ -58,6 +63,29 @@ def cache_bytes(specs: Sequence[CacheSpec], rows: int, slots: int) -> int:
         sides = 1 if spec.in_place else 2
         total += sides * rows * int(np.prod(sizes)) * storage_dtype(spec.dtype).itemsize
     return total
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array of zeros. Raise OutOfMemoryError if the machine has less memory, whatever is free of it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        if nbytes > _machine_bytes():
+            raise MemoryError  # a system that promises more memory than it has would stop the process later
+        return np.zeros(shape, dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: more bytes than numpy can count
+        raise OutOfMemoryError(
+            f"the caches need {nbytes:,} bytes at once, which this machine does not have: ask for fewer beams or "
+            "sequences, or for fewer tokens"
+        ) from error
+
+
+@functools.cache
+def _machine_bytes() -> int:
+    """Return the bytes of the machine's memory; no limit where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return sys.maxsize
 
 
 @dataclass
@@ -332,14 +360,14 @@ class KVCache:
         if sources is None and used:
             sources = [self._current_array(group) for group in self._groups]
             earlier = [self._current_array(g, 1) if g.spec.is_carry else None for g in self._groups]
-        write_ids = np.zeros(buffer_size, np.int64)
+        write_ids = _zeros(buffer_size, np.dtype(np.int64))
         if used and len(self._write_ids):
             write_ids[: len(rows), :used] = self._write_ids[rows, :used]
         self.row_capacity, self.slot_capacity, self._write_ids = *buffer_size, write_ids
         for k, group in enumerate(self._groups):
             sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
             shape = (len(group.members), self.row_capacity, *sizes)
-            group.arrays = [np.zeros(shape, storage_dtype(group.spec.dtype)) for _ in group.arrays]
+            group.arrays = [_zeros(shape, storage_dtype(group.spec.dtype)) for _ in group.arrays]
             part = group.copied_slots(used)
             if sources and part is not None:
                 self._current_array(group)[:, : len(rows)][part] = sources[k][part][:, rows]
