@@ -35,6 +35,7 @@ from tformer_runtime.engine.state import LogitPositions, State
 from tformer_runtime.engine.static_inputs import StaticInputs
 from tformer_runtime.format.manifest import (
     ADAPTER_INPUT,
+    BATCH_AXIS,
     GATHER_IDS,
     GATHERED_COLUMNS,
     STAGE_INPUT,
@@ -146,7 +147,19 @@ class Engine:
                 f"there is not enough memory to read the input ({shapes}; most models need memory that grows with the "
                 "square of the length): cut it into parts"
             ) from error
-        return dict(zip(names, binding.get_outputs(), strict=True))
+        outputs = dict(zip(names, binding.get_outputs(), strict=True))
+        for spec in encode.outputs:
+            self._check_shape(spec.name, spec.shape, outputs[spec.name].shape(), rows)
+        return outputs
+
+    def _check_shape(self, name: str, declared: Sequence[int | str], shape: Sequence[int], rows: int) -> None:
+        """Raise ModelFileError for an output of another shape than the manifest declares, as of a damaged graph."""
+        sizes = [rows if size == BATCH_AXIS else size for size in declared]
+        if len(sizes) != len(shape) or any(isinstance(a, int) and a != b for a, b in zip(sizes, shape, strict=True)):
+            raise ModelFileError(
+                f"{self.session.path} is damaged: its graph returns {name} of the shape {tuple(shape)}, and its "
+                f"manifest declares ({', '.join(map(str, declared))}): export the model again"
+            )
 
     def start(
         self,
