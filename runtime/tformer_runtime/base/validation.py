@@ -50,6 +50,11 @@ def check_int(name: str, value: Any, minimum: int = 1, maximum: int = MAX_INT) -
     return number
 
 
+def is_count(value: Any, maximum: int = MAX_INT) -> bool:
+    """Return whether a value of a file is a whole number from 1 to `maximum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
+
+
 def check_seconds(name: str, value: Any) -> float:
     """Return a number of seconds, from 0 to MAX_TIMEOUT_SECONDS, as float. Raise OptionError for any other value."""
     try:

@@ -29,7 +29,7 @@ from tformer_runtime.base.arrays import F32
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
 from tformer_runtime.format.manifest import AUDIO, Manifest, Preprocessing
-from tformer_runtime.format.typed_json import Count, Index, read_typed
+from tformer_runtime.format.typed_json import Count, read_typed
 
 TASK = "automatic-speech-recognition"
 WAVEFORM, LOG_MEL = "waveform", "log-mel"
@@ -42,8 +42,8 @@ MAX_SAMPLES = 2**30  # of all channels, 4 GiB: 18 hours at 16 kHz
 MAX_SAMPLES_PER_BYTE = 128
 FREE_SAMPLES = 2**24  # samples of any file
 READ_SAMPLES = 2**22  # samples that are decoded at one time
+MAX_SPECTRUM = 1 << 16  # bands, and samples of a frame
 MIN_RATE, MAX_RATE = 1_000, 1_000_000  # samples per second
-MAX_FFT = 2**16  # samples of a Fourier transform, and bands of a spectrogram
 MP3_MISSING_SAMPLES = 2304  # two frames of MP3, which a complete file may lack
 HEADER_SLACK_BYTES = 8  # writers differ in whether the size in a header includes the header
 MIN_PIPE_BYTES = 2**31 - 2**16  # a header with at least this size was written to a pipe, before the size was known
@@ -68,11 +68,11 @@ class AudioPreprocessor:
     features: str = WAVEFORM
     normalize: bool = False
     min_samples: Count = 1
-    num_mel_bins: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
-    n_fft: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
-    hop_length: Annotated[int, Meta(ge=0, le=MAX_FFT)] = 0
+    num_mel_bins: Annotated[int, Meta(ge=0, le=MAX_SPECTRUM)] = 0
+    n_fft: Annotated[int, Meta(ge=0, le=MAX_SPECTRUM)] = 0
+    hop_length: Annotated[int, Meta(ge=0, le=MAX_SPECTRUM)] = 0
     max_frequency: Annotated[float, Meta(ge=0, le=MAX_RATE)] = 0.0
-    n_samples: Index = 0
+    n_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)] = 0
 
     @property
     def frames(self) -> int:
@@ -180,12 +180,22 @@ class AudioPreprocessor:
         """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
         damaged = "the sound settings of the file are damaged"
         audio = read_typed(cls, entry.numbers, damaged)
-        sizes = (audio.num_mel_bins, audio.n_fft, audio.hop_length, audio.n_samples, audio.max_frequency)
-        if audio.features not in (WAVEFORM, LOG_MEL):
-            raise ModelFileError(f"{damaged} (features {audio.features!r}): export the model again")
-        if audio.features == LOG_MEL and min(sizes) <= 0:
-            raise ModelFileError(f"{damaged} (a spectrogram without size): export the model again")
+        try:
+            audio.check()
+        except ValueError as error:
+            raise ModelFileError(f"{damaged} ({error}): export the model again") from error
         return audio
+
+    def check(self) -> None:
+        """Raise ValueError for impossible values. Its text is for the author of the values."""
+        if self.features not in (WAVEFORM, LOG_MEL):
+            raise ValueError(f"features {self.features!r}")
+        if self.features != LOG_MEL:
+            return
+        if min(self.num_mel_bins, self.n_fft - 1, self.hop_length, self.max_frequency) <= 0 or not self.frames:
+            raise ValueError("a spectrogram without size")
+        if self.num_mel_bins * max(self.n_fft, self.frames) > MAX_SAMPLES // 4:
+            raise ValueError("a spectrogram of an impossible size")
 
 
 def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:

@@ -24,6 +24,7 @@ from msgspec import Meta
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
 from tformer_runtime.base.special_files import special_kind
+from tformer_runtime.base.validation import is_count
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
 from tformer_runtime.format.typed_json import read_typed
 from tformer_runtime.preprocess.tiles import MAX_EDGE, NO_GRID, Grid, cut, grid_of, rescaled_size, whole_tiles_size
@@ -200,9 +201,9 @@ class ImagePreprocessor:
         if self.size and set(self.size) not in SIZE_NAMES:
             known = "; ".join(", ".join(sorted(names)) for names in SIZE_NAMES)
             raise ValueError(f"a size has the names {known}, not {', '.join(self.size)}")
-        if not all(_whole(n) for n in (*self.size.values(), *self.crop)) or len(self.crop) not in (0, 2):
+        if not all(is_count(n) for n in (*self.size.values(), *self.crop)) or len(self.crop) not in (0, 2):
             raise ValueError("sizes are whole numbers of 1 or more, two of them for a crop: height and width")
-        if self.tile and (not _whole(self.tile) or self.crop or set(self.size) != {"longest_edge"}):
+        if self.tile and (not is_count(self.tile) or self.crop or set(self.size) != {"longest_edge"}):
             raise ValueError("tiles have a whole edge of 1 or more, follow a longest edge and are not cropped")
         areas = [self.crop, [self.size[name] for name in ("height", "width") if name in self.size]]
         if any(len(edges) == 2 and edges[0] * edges[1] > MAX_MODEL_PIXELS for edges in areas):
@@ -326,7 +327,3 @@ def _errors_as_input_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno is not None:
             raise InputError(f"{name} cannot be read: {error.strerror or error}") from error
         raise InputError(f"{name} is a damaged image: {error}") from error
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

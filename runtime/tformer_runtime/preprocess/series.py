@@ -8,10 +8,11 @@ instance   x̂ = (x - mean) / √(variance + ε), with the mean and variance of 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tformer_runtime.base.arrays import F64
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, quotable
@@ -21,6 +22,8 @@ from tformer_runtime.format.typed_json import Count, Index, read_typed
 
 TASK = "time-series-forecasting"
 NONE, FIXED, INSTANCE = "none", "fixed", "instance"
+MAX_FEATURES = 1 << 20
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 VARIANCE_EPSILON = 1e-5  # as in the code of the paper
 DAMAGED = "the series settings of the file are damaged"
 
@@ -60,7 +63,7 @@ class SeriesPreprocessor:
     """
 
     input: str
-    features: Count
+    features: Annotated[int, Meta(ge=1, le=MAX_FEATURES)]
     columns: tuple[str, ...] = ()
     targets: tuple[Index, ...] = (0,)
     feedback: tuple[Index, ...] = (0,)
@@ -70,7 +73,7 @@ class SeriesPreprocessor:
     normalize: str = NONE
     mean: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
-    min_context_length: Index = 1
+    min_context_length: Count = 1
     max_context_length: Count | None = None
     ragged: bool = True
 
@@ -199,6 +202,6 @@ class SeriesPreprocessor:
         if not np.isfinite([*self.mean, *self.scale]).all() or 0 in self.scale:
             return "a mean or a scale that is not finite, or a scale of 0"
         if isinstance(self.begin, tuple):
-            rows = self.begin
-            return None if rows and all(len(row) == len(self.targets) for row in rows) else "begin has other targets"
+            fits = bool(self.begin) and all(len(row) == len(self.targets) for row in self.begin)
+            return None if fits and np.isfinite(self.begin).all() else "begin has no finite number for each target"
         return None if self.begin >= 0 else f"begin {self.begin}"
