@@ -54,6 +54,8 @@ def read_series(path: str, columns: Sequence[str], features: int) -> F64:
             return _table(file, path, columns, features)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeEncodeError as error:
+        raise InputError(f"{path!r} is no name of a file: give that of a history") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: a history is a CSV file or numpy's .npy") from error
 
