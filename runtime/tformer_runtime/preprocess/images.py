@@ -40,7 +40,7 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"max_height", "max_width"},
     {"longest_edge"},  # with tiles
 )
-MAX_PIXELS = 61_000_000  # of the largest cameras; two copies of 4 bytes take 465 MiB. A small compressed file could fill the memory.
+MAX_PIXELS = 61_000_000  # those of the largest cameras; a small compressed file could fill the memory
 MAX_COPIED_PIXELS = 25_000_000  # of the formats whose decoders hold four copies
 COPYING_FORMATS = {"WEBP", "AVIF", "HEIF", "JPEG2000"}
 MAX_RESIZED_PIXELS = 1 << 25  # of a picture before its crop. A long thin picture grows by far with its shorter edge.
