@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+from tformer_runtime.base.whole_files import replaced_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,17 +22,16 @@ def write_curves(rows: Sequence[Mapping[str, float]], output: Path, monitor: str
     """Write metrics.csv and curves.png into the folder `output`; each file is replaced atomically.
 
     rows: the metrics of each validation, in the order of the steps. monitor: the metric that selects the saved weights;
-    the picture marks its best step.
+    the picture marks its best step. Raises OutputError if a file cannot be written.
     """
-    table = output / "metrics.csv.part"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({name: f"{value:.10g}" for name, value in row.items()} for row in rows)
-    os.replace(table, output / "metrics.csv")
-    picture = output / "curves.png.part"
-    _draw(rows, find_best_step(rows, monitor), monitor, picture)
-    os.replace(picture, output / "curves.png")
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, list(rows[0]))
+    writer.writeheader()
+    writer.writerows({name: f"{value:.10g}" for name, value in row.items()} for row in rows)
+    with replaced_file(output / "metrics.csv") as file:
+        file.write(table.getvalue().encode())
+    with replaced_file(output / "curves.png") as file:
+        _draw(rows, find_best_step(rows, monitor), monitor, file)
 
 
 def find_best_step(rows: Sequence[Mapping[str, float]], monitor: str) -> int:
@@ -39,7 +40,7 @@ def find_best_step(rows: Sequence[Mapping[str, float]], monitor: str) -> int:
     return int(best(rows, key=lambda row: row[monitor])["step"])
 
 
-def _draw(rows: Sequence[Mapping[str, float]], best_step: int, monitor: str, path: Path) -> None:
+def _draw(rows: Sequence[Mapping[str, float]], best_step: int, monitor: str, file: BinaryIO) -> None:
     """Draw losses (left) and accuracies or forecast errors (right) over the steps."""
     from matplotlib.figure import Figure  # pyplot would look for a window system
 
@@ -62,7 +63,7 @@ def _draw(rows: Sequence[Mapping[str, float]], best_step: int, monitor: str, pat
         metric_axes.set(ylabel="share of correct predictions (linear scale)", ylim=(0, 1))
     for axes in (loss_axes, metric_axes):
         _finish_axes(axes, best_step, monitor)
-    figure.savefig(path, dpi=FIGURE_DPI, format="png")
+    figure.savefig(file, dpi=FIGURE_DPI, format="png")
 
 
 def _finish_axes(axes: Axes, best_step: int, monitor: str) -> None:

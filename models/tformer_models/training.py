@@ -22,10 +22,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, WeightAveraging
 from torch import Tensor, nn
 
-from tformer_export.common.checkpoint import import_callable, load_checkpoint, load_weights, save_checkpoint
+from tformer_export.common.checkpoint import import_callable, load_checkpoint, load_weights, save_checkpoint, save_whole
 from tformer_export.common.task import Task
 from tformer_models.curves import LOWER_IS_BETTER, write_curves
 from tformer_models.data import Batches, Dataset
@@ -40,6 +41,7 @@ from tformer_models.objectives import (
 from tformer_models.recipe import Recipe, TrainingOptions
 from tformer_models.windows import SeriesDataset, WindowBatches
 from tformer_runtime.base.errors import OptionError, OutputError, TformerError
+from tformer_runtime.base.whole_files import replaced_file
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +151,7 @@ def _fit(objective: Objective, batches: BatchModule, output: Path, resume: bool,
         enable_progress_bar=shows_progress,
         enable_model_summary=False,
         default_root_dir=output,
+        plugins=[WholeCheckpoints()],
     )
     if trainer.strategy.root_device.type == "cpu":
         use_byte_dropout(objective.model)
@@ -181,6 +184,22 @@ def _data_fields(model: nn.Module, dataset: Dataset | SeriesDataset, task: str) 
     if dataset.labels:
         return {**tokens, "task": Task(task, labels=dataset.labels), "step_input": None}
     return {**tokens, "task": task, "step_input": dataset.step_input, "chat_template": dataset.chat_template}
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Writes Lightning's checkpoints so that each is whole.
+
+    Lightning writes to the folder for temporary files and moves the file. Between two disks that is a copy, and a
+    killed process leaves a half of it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write the checkpoint. Raises OutputError if it cannot be written."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+        save_whole(checkpoint, Path(path))
 
 
 class BatchModule(L.LightningDataModule):
@@ -387,9 +406,10 @@ def _open_run(recipe: Recipe, output: Path, force: bool) -> None:
             shutil.rmtree(output / CHECKPOINT_FOLDER, ignore_errors=True)
             (output / MODEL_FILE).unlink(missing_ok=True)
         output.mkdir(parents=True, exist_ok=True)
-        (output / RECIPE_FILE).write_text(_recipe_text(recipe), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{output} cannot be written: {error.strerror or error}") from error
+    with replaced_file(output / RECIPE_FILE) as file:
+        file.write(_recipe_text(recipe).encode())
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -1,5 +1,5 @@
 """Boundaries of the packages: the runtime imports no torch, the compiler no models, and the models only the format of
-model.pt and the errors."""
+model.pt, the errors and the writing of whole files."""
 
 import ast
 import importlib
@@ -24,6 +24,7 @@ ALLOWED_IN_MODELS = (
     "tformer_export.common.checkpoint",
     "tformer_export.common.task",
     "tformer_runtime.base.errors",
+    "tformer_runtime.base.whole_files",
     "tformer_runtime.cli.errors",
 )
 

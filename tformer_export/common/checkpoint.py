@@ -38,10 +38,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 from tformer_export.common.task import Task
-from tformer_runtime.base.errors import OptionError, OutputError, SourceError
+from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.whole_files import replaced_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -172,21 +173,43 @@ def save_checkpoint(
         "labels": _plain("labels", list(task.labels or ())),
         "chat_template": chat_template,
     }
-    _write(content, Path(path))
+    save_whole(content, Path(path))
 
 
-def _write(content: Mapping[str, Any], target: Path) -> None:
+def save_whole(content: Mapping[str, Any], path: Path) -> None:
+    """Write a dictionary with `torch.save`. The file is replaced atomically, and is on the disk afterwards.
+
+    Raises OutputError if the file cannot be written.
+    """
     import torch
 
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        torch.save(content, temporary)
-        os.replace(temporary, target)
-    except (OSError, RuntimeError) as error:  # torch reports a folder that is missing, or a full disk, as RuntimeError
-        raise OutputError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with replaced_file(path) as file:
+        checked = _FirstError(file)
+        torch.save(content, cast(IO[bytes], checked))
+        if checked.error is not None:
+            raise checked.error
+
+
+class _FirstError:
+    """A file that keeps the first error of writing. `torch.save` goes on after an error and raises another, which does
+    not say why.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write the data, or drop them after an error. Return their number of bytes."""
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the writer of the file flushes it."""
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 from tformer_export.common.degradation_budget import TOKENS
 from tformer_export.quantize.bit_plan import Mixture
-from tformer_runtime.base.errors import MissingExtraError, OutputError
+from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.whole_files import replaced_file
 
 
 def check_drawable() -> None:
@@ -45,11 +45,5 @@ def draw(mixture: Mixture, path: Path) -> None:
     axes.set_title(
         f"{mixture.positions} {mixture.frontier[0].quality.meaning.unit}, {mixture.budget} allowed", fontsize=9
     )
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        figure.savefig(part, format="png", dpi=120)
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)

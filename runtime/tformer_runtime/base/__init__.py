@@ -1,1 +1,4 @@
-"""Errors, checks of arguments and of files, and names of array types. Every other layer imports this one."""
+"""Errors, checks of arguments and of files, files that appear whole, and names of array types.
+
+Every other layer imports this one.
+"""

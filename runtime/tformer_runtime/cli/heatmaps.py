@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from tformer_runtime.base.errors import (
     TformerError,
     with_input_number,
 )
+from tformer_runtime.base.whole_files import replaced_file
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
@@ -222,16 +222,9 @@ def _tile_heads(weights: Array) -> Array:
 
 def _save(figure: Figure, path: Path) -> None:
     """Write the picture atomically. Raise OutputError if it cannot be written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks are drawn as boxes
-            figure.savefig(part, format=path.suffix[1:].lower(), dpi=120)
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    with replaced_file(path) as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks are drawn as boxes
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=120)
 
 
 def _printable(label: str) -> str:

@@ -217,7 +217,7 @@ def stranger(tmp_path, monkeypatch):
         ("stranger.Model:make", {}, []),
         ("stranger:make", {}, ["strange", "stranger.models", "tformer_models"]),
         ("tformer_models.cli:main", {}, []),
-        ("tformer_models.curves:os.system", {"command": "touch TRACE"}, []),
+        ("tformer_models.curves:io.open", {"file": "TRACE", "mode": "w"}, []),
         ("tformer_models.recipe:Path.write_text", {"self": "TRACE", "data": ""}, []),
         ("torch.nn:Module.__class__", {"x": 1}, []),
         ("torch:load", {"f": "TRACE"}, []),
@@ -270,8 +270,8 @@ def test_missing_output_folder_is_an_output_error(tmp_path):
 def test_interrupted_write_leaves_the_old_file(saved, monkeypatch):
     before = saved.read_bytes()
 
-    def fail_after_first_bytes(content, path):
-        path.write_bytes(b"half")
+    def fail_after_first_bytes(content, file):
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail_after_first_bytes)
