@@ -23,7 +23,7 @@ from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.option_table import ExportOptionSpec, option_specs
 from tformer_export.common.task import Task
 from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
-from tformer_runtime.base.errors import MissingExtraError, OptionError, TformerError
+from tformer_runtime.base.errors import MissingExtraError, OptionError, OutputError, TformerError
 from tformer_runtime.cli.errors import errors_as_sentences
 
 if TYPE_CHECKING:  # both take longer to import than --help takes
@@ -445,7 +445,10 @@ def _refusal_reported(report: Path | None, source: str) -> Iterator[None]:
             refusal = {"refused": str(error), "kind": type(error).__name__, "source": source}
             if error.__cause__ is not None:
                 refusal["traceback"] = "".join(traceback.format_exception(error.__cause__))
-            write_json(report, refusal)
+            try:
+                write_json(report, refusal)
+            except OutputError as other:  # of the same full disk, perhaps
+                error.add_note(str(other))
         raise
 
 

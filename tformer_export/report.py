@@ -13,16 +13,15 @@ from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Pro
 from tformer_export.shortlist import ShortlistMeasurement
 from tformer_export.tune.tune import Tuning
 from tformer_export.verify.report import ParityReport
+from tformer_runtime.base.whole_files import replaced_file
 
 MAX_SHOWN = 3  # attentions that were not recognised
 
 
 def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
-    """Write the report as JSON, atomically."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    partial.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    partial.replace(target)
+    """Write the report as JSON, atomically. Raises OutputError if it cannot be written."""
+    with replaced_file(Path(path)) as file:
+        file.write((json.dumps(report, indent=2) + "\n").encode())
 
 
 @dataclass

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
@@ -23,7 +24,7 @@ if sys.platform != "win32":
     import fcntl
 
 LOCK = "running"  # a file in the folder of an export
-JUST_MADE = 5.0  # seconds
+_RANDOM_PART = re.compile("[a-z0-9_]{8}")  # of the name of a folder of tempfile
 
 
 def check_writable(out: Path, force: bool) -> None:
@@ -45,44 +46,94 @@ def folder_next_to(out: Path) -> Iterator[Path]:
     """Make a folder for the unfinished file, on the same disk as its place, and delete it afterwards in any case.
 
     Its subfolder `done` is for the finished file under its final name. Folders that killed exports of the same file
-    left are deleted too: a running export holds a lock on its own.
+    left are deleted too: a running export holds a lock on its own. Raises OutputError for an OSError that names a file
+    in the folder.
     """
     _sweep(out)
     try:
-        folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.")
+        folder, lock = _locked_folder(out)
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
-    with folder as name, (Path(name) / LOCK).open("w") as lock:
-        if sys.platform != "win32":
+    with folder as name, lock:
+        try:
+            (Path(name) / "done").mkdir()
+            yield Path(name)
+        except OSError as error:
+            if not (isinstance(error.filename, str) and Path(error.filename).is_relative_to(name)):
+                raise
+            raise OutputError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def _locked_folder(out: Path) -> tuple[tempfile.TemporaryDirectory[str], TextIO]:
+    """Make a folder with a lock, and take the lock. Another export may sweep the folder before: then make another."""
+    while True:
+        folder = tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.", ignore_cleanup_errors=True)
+        place = Path(folder.name) / LOCK
+        try:
+            lock = place.open("w")
+        except FileNotFoundError:
+            folder.cleanup()
+            continue
+        except BaseException:
+            folder.cleanup()
+            raise
+        if sys.platform == "win32":
+            return folder, lock
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
             fcntl.flock(lock, fcntl.LOCK_EX)
-        (Path(name) / "done").mkdir()
-        yield Path(name)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(place)):
+                return folder, lock
+        lock.close()
+        folder.cleanup()
 
 
 def _sweep(out: Path) -> None:
-    """Delete the folders of killed exports of this file: those whose lock nobody holds."""
+    """Delete the folders of killed exports of this file: those whose lock nobody holds, and empty ones."""
     if sys.platform == "win32":
         return
-    for lock in out.parent.glob(f".{glob.escape(out.name)}.*/{LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime < JUST_MADE:
-                continue  # its export may be about to take the lock
+    prefix = f".{out.name}."
+    for folder in out.parent.glob(f"{glob.escape(prefix)}*"):
+        if _RANDOM_PART.fullmatch(folder.name.removeprefix(prefix)):
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+        with contextlib.suppress(OSError), (folder / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(written: Path, out: Path) -> int:
-    """Rename a finished file to its place, weights first, and return its size in bytes.
+    """Rename a finished file to its place, and return its size in bytes.
 
-    Raises OutputError if the file cannot be renamed.
+    No file ever stands next to the weights of another: a process that is killed here leaves the old file, the new one
+    or none. Raises OutputError if the file cannot be renamed.
     """
-    files = [(f, place) for f, place in ((data_file(written), data_file(out)), (written, out)) if f.exists()]
-    size = sum(f.stat().st_size for f, _ in files)
+    weights = data_file(written)
+    is_split = weights.exists()
+    size = sum(file.stat().st_size for file in (weights, written) if file.exists())
     try:
-        if len(files) == 1:
-            data_file(out).unlink(missing_ok=True)  # weights of the previous file
-        for file, place in files:
-            file.replace(place)
+        with _publishing(out.parent):
+            if is_split:
+                out.unlink(missing_ok=True)
+                weights.replace(data_file(out))
+            written.replace(out)
+            if not is_split:
+                data_file(out).unlink(missing_ok=True)  # weights of the previous file
     except OSError as error:
         raise OutputError(f"{out} cannot be written: {error.strerror}") from error
     return size
+
+
+@contextmanager
+def _publishing(folder: Path) -> Iterator[None]:
+    """Let one process at a time publish in a folder: two could mix their files and weights."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -44,8 +44,16 @@ def save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
 def write(model: ir.Model, path: Path) -> None:
     """Write the model; weights of more than 2 GB go into `path`.data. Memory: that of the largest weight.
 
-    Afterwards the model reads its large weights from the written file instead of holding them.
+    Afterwards the model reads its large weights from the written file instead of holding them. Raises OSError with the
+    name of the file if it cannot be written.
     """
+    try:
+        _write(model, path)
+    except OSError as error:  # of writing, which does not name the file
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def _write(model: ir.Model, path: Path) -> None:
     initializers = model.graph.initializers
     large = {
         n: v for n, v in initializers.items() if v.const_value is not None and v.const_value.nbytes > MAX_INLINE_BYTES
