@@ -1,7 +1,7 @@
 """A program that runs commands in forks of itself, each with a fault. A fork does not import the packages again.
 
-Standard input has a job a line, in JSON; standard output answers each with a line, in JSON. `processes.Forks` writes and
-reads them. The arguments are the modules to import first.
+Standard input has a job a line, in JSON; standard output answers each with a line, in JSON. `processes.Forks` writes
+and reads them. The arguments are the modules to import first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""tformer-run on a disk that fails, and killed, at each call that changes a file: nothing is lost, and the next run goes on."""
+"""tformer-run on a disk that fails, and killed, at each call that changes a file: the next run goes on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import shutil
 import signal
 
 import pytest
-from faults.processes import RUN, Action, Fault, Forks, check_sentence
 from support.toy_models import Toy
+
+from faults.processes import RUN, Action, Fault, Forks, check_sentence
 
 OPTIONS = ["--max-new-tokens", 4, "--batch-size", 2, "--device", "cpu", "--quiet"]
 LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 7)) for i in range(40)]
