@@ -1,7 +1,8 @@
 """One stage of a model file as a model of its own.
 
 onnxruntime captures no CUDA graph of a session with an `If`. So the runtime extracts the stages: a branch becomes a
-graph, with the file's inputs and weights that it reads. Weights are references into the file
+graph, with the file's inputs and weights that it reads, and with the nodes outside of the branches that compute what
+it reads or that compute with its results. Weights are references into the file
 (`model_file.read_mapped_model`), so that only a few kilobytes are copied. Both models hold the weights that both stages
 read, such as an embedding.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.manifest import STAGE_INPUT
 from tformer_runtime.format.onnx_fields import (
     ATTRIBUTE_G,
     ATTRIBUTE_NAME,
@@ -50,40 +52,57 @@ def extract_stage(model: bytes, stage: Stage) -> bytes:
 
 def _extract_stage(model: bytes, stage: Stage) -> bytes:
     graph = [field for part in iter_fields(model) if part.number == MODEL_GRAPH for field in iter_fields(part.content)]
-    branch = list(iter_fields(_branch(graph, stage)))
-    nodes = [field.content for field in branch if field.number == GRAPH_NODE]
+    nodes = [field.content for field in graph if field.number == GRAPH_NODE]
+    choice = _find_choice(nodes)
+    branch = list(iter_fields(_branch(nodes[choice], stage)))
     branch_outputs = [_value_name(field) for field in branch if field.number == GRAPH_OUTPUT]
-    model_outputs = [_value_name(field) for field in graph if field.number == GRAPH_OUTPUT]
-    model_output_of = dict(zip(branch_outputs, model_outputs, strict=True))
+    new_names = dict(zip(branch_outputs, _contents(nodes[choice], NODE_OUTPUT), strict=True))
+    inner = [_rename_values(field.content, new_names) for field in branch if field.number == GRAPH_NODE]
     # A branch returns empty constants for the outputs of the other stage.
-    constants = {name for node in nodes if not _contents(node, NODE_INPUT) for name in _contents(node, NODE_OUTPUT)}
-    unused = constants & {*model_output_of}
-    stage_outputs = {name for inner, name in model_output_of.items() if inner not in unused}
-    read = {name for node in nodes for name in _names_read(node)}
-    parts = [
-        bytes_field(GRAPH_NODE, _rename_values(node, model_output_of))
-        for node in nodes
-        if not {*_contents(node, NODE_OUTPUT)} & unused
-    ]
+    missing = {
+        name
+        for node in inner
+        if not _contents(node, NODE_INPUT)
+        for name in _contents(node, NODE_OUTPUT)
+        if name in {*new_names.values()}
+    }
+    # Nodes outside of the branches compute what both stages read, such as weights, or compute with their results.
+    nodes = [*nodes[:choice], *inner, *nodes[choice + 1 :]]
+    for node in nodes:
+        if not missing.isdisjoint(_names_read(node)):
+            missing.update(_contents(node, NODE_OUTPUT))
+    model_outputs = {_value_name(field) for field in graph if field.number == GRAPH_OUTPUT}
+    read, kept = model_outputs - missing, []
+    for node in reversed(nodes):
+        if not read.isdisjoint(_contents(node, NODE_OUTPUT)):
+            kept.append(node)
+            read.update(_names_read(node))
+    parts = [bytes_field(GRAPH_NODE, node) for node in reversed(kept)]
     for field in (*graph, *branch):
         if field.number == GRAPH_INITIALIZER and _contents(field.content, TENSOR_NAME)[0] in read:
             parts.append(field.encoded)
     for field in graph:
         if (field.number == GRAPH_INPUT and _value_name(field) in read) or (
-            field.number == GRAPH_OUTPUT and _value_name(field) in stage_outputs
+            field.number == GRAPH_OUTPUT and _value_name(field) not in missing
         ):
             parts.append(field.encoded)
     rest = b"".join(field.encoded for field in iter_fields(model) if field.number != MODEL_GRAPH)
     return rest + bytes_field(MODEL_GRAPH, b"".join([*parts, bytes_field(GRAPH_NAME, stage.encode())]))
 
 
-def _branch(graph: list[Field], stage: Stage) -> bytes:
-    """Return the GraphProto of a stage: a branch of the graph's `If`."""
-    for node in graph:
-        if node.number == GRAPH_NODE and _contents(node.content, NODE_OP_TYPE) == [b"If"]:
-            for attribute in _contents(node.content, NODE_ATTRIBUTE):
-                if _contents(attribute, ATTRIBUTE_NAME) == [_BRANCHES[stage]]:
-                    return _contents(attribute, ATTRIBUTE_G)[0]
+def _find_choice(nodes: list[bytes]) -> int:
+    """Return the number of the `If` that chooses the stage."""
+    for number, node in enumerate(nodes):
+        if _contents(node, NODE_OP_TYPE) == [b"If"] and _contents(node, NODE_INPUT) == [STAGE_INPUT.encode()]:
+            return number
+    raise ModelFileError("the file's stages are not the branches of one If: export the model again")
+
+
+def _branch(choice: bytes, stage: Stage) -> bytes:
+    """Return the GraphProto of a stage."""
+    for attribute in _contents(choice, NODE_ATTRIBUTE):
+        if _contents(attribute, ATTRIBUTE_NAME) == [_BRANCHES[stage]]:
+            return _contents(attribute, ATTRIBUTE_G)[0]
     raise ModelFileError("the file's stages are not the branches of one If: export the model again")
 
 
@@ -99,13 +118,32 @@ def _names_read(node: bytes) -> Iterator[bytes]:
 
 
 def _rename_values(node: bytes, new_names: dict[bytes, bytes]) -> bytes:
-    """Return a NodeProto with other names of its inputs and outputs."""
+    """Return a NodeProto with other names of values, also of those that its own branches read."""
     parts = []
     for field in iter_fields(node):
         if field.number in (NODE_INPUT, NODE_OUTPUT):
             parts.append(bytes_field(field.number, new_names.get(field.content, field.content)))
+        elif field.number == NODE_ATTRIBUTE and _contents(field.content, ATTRIBUTE_G):
+            parts.append(bytes_field(NODE_ATTRIBUTE, _rename_in_graph(field.content, new_names)))
         else:
             parts.append(field.encoded)
+    return b"".join(parts)
+
+
+def _rename_in_graph(attribute: bytes, new_names: dict[bytes, bytes]) -> bytes:
+    """Return an AttributeProto with the values of its graph renamed."""
+    parts = []
+    for field in iter_fields(attribute):
+        if field.number != ATTRIBUTE_G:
+            parts.append(field.encoded)
+            continue
+        inner = (
+            bytes_field(GRAPH_NODE, _rename_values(each.content, new_names))
+            if each.number == GRAPH_NODE
+            else each.encoded
+            for each in iter_fields(field.content)
+        )
+        parts.append(bytes_field(ATTRIBUTE_G, b"".join(inner)))
     return b"".join(parts)
 
 
