@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from tformer_export.calibration.samples import check_lines, check_text_file
+from tformer_export.calibration.series_windows import read_values
 from tformer_export.common.atomic_output import folder_next_to, publish
 from tformer_export.common.clock import PhaseClock
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms, with_forms
@@ -23,7 +25,7 @@ from tformer_export.passes import emulate_half_on_cpu
 from tformer_export.passes.half_precision import HALVES
 from tformer_export.passes.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
-from tformer_export.quantize.apply import QuantizedResult, quantize_within_budget
+from tformer_export.quantize.apply import QuantizedResult, check_quantizable, quantize_within_budget
 from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
@@ -68,6 +70,7 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
 
     options: for this model (`ExportOptions.for_model`). Raises a TformerError; then nothing is written.
     """
+    _check_files(source, options)
     with folder_next_to(out) as folder:
         compiled, forms, tuning = _compile(source, options, folder, clock)
         if source.packed_weights:
@@ -119,20 +122,45 @@ def _compile(
         options.half is not None,
         extra.attentions,
     )
+    calibration = options.quantization.calibration
+    if calibration is not None and analysed.series is not None:
+        read_values(Path(calibration), analysed.series)
     compiled, forms, tuning = analysed.compile(phase=clock.phase), DEFAULT_FORMS, None
+    _check_compiled(compiled, options)
     if options.tune:
         with clock.phase("tune"), unchanged(source.module):
             tuning = tune_model(analysed, compiled, options, folder)
             forms = tuning.forms
             compiled = analysed.compile(forms)
             compiled = replace(compiled, manifest=with_forms(compiled.manifest, forms, options.optimize_for))
-    if options.shortlist is not None:
-        if not compiled.manifest.staged or compiled.series is not None:
-            raise no_encoder()
-        if options.quantization.weights == "none":  # quantised weights are separated after the rewrite
-            separate_projection(compiled.model)
-            compiled = replace(compiled, manifest=with_columns(compiled.model, compiled.manifest))
+    if options.shortlist is not None and options.quantization.weights == "none":
+        separate_projection(compiled.model)  # that of quantised weights is separated after the rewrite
+        compiled = replace(compiled, manifest=with_columns(compiled.model, compiled.manifest))
     return compiled, forms, tuning
+
+
+def _check_files(source: Source, options: ExportOptions) -> None:
+    """Raise OptionError for files of data that hold too little to use, before the model is traced."""
+    if options.quantization.calibration is not None and source.series is None:
+        check_text_file(Path(options.quantization.calibration), "--calibration")
+    if options.shortlist is not None:
+        check_text_file(Path(options.shortlist), "--shortlist")
+
+
+def _check_compiled(compiled: CompiledModel, options: ExportOptions) -> None:
+    """Raise the errors of data, and of options of quantisation, that the compiled model cannot use.
+
+    Verification, tuning and quantisation come later, and take longer.
+    """
+    if options.shortlist is not None and (not compiled.manifest.staged or compiled.series is not None):
+        raise no_encoder()
+    if options.quantization.quantizes:
+        check_quantizable(compiled, options)
+    files = {"--calibration": options.quantization.calibration, "--shortlist": options.shortlist}
+    if compiled.series is None:
+        for option, file in files.items():
+            if file is not None:
+                check_lines(Path(file), compiled.manifest, option)
 
 
 def _verify(compiled: CompiledModel, source: Source, folder: Path, clock: PhaseClock) -> _VerifiedModel:

@@ -39,7 +39,13 @@ from tformer_export.analysis.own_first_token import fill_first_position
 from tformer_export.analysis.relative_shift import unshift
 from tformer_export.analysis.row_independence import refuse_rows_that_meet
 from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.step_checks import check_logits, check_output, check_special_tokens, check_step_input
+from tformer_export.analysis.step_checks import (
+    check_logits,
+    check_max_length,
+    check_output,
+    check_special_tokens,
+    check_step_input,
+)
 from tformer_export.capture.trace import (
     CapturedGraph,
     merge_equal_nodes,
@@ -65,7 +71,7 @@ from tformer_export.staging.restriction import RestrictionSolver
 from tformer_export.staging.rotary import find_rotations
 from tformer_export.staging.tables import Table, is_causal_alone, make_tables
 from tformer_export.trace_source import CapturedModel, capture_model
-from tformer_runtime.base.errors import OptionError, UnsupportedModelError
+from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
@@ -219,9 +225,8 @@ def analyse_model(
         add_attentions(graph)
     inputs = find_input_facts(graph, source)
     check_special_tokens(source, inputs)
+    check_max_length(source, inputs, max_length)
     series = make_series_preprocessor(source, graph, inputs)
-    if attentions and series is not None:
-        raise OptionError("attentions are not outputs of a forecaster: a series is cut, scaled and fed back")
     special = source.special_tokens
     if fold_padding_tests(graph, special.pad_token_id if special.pads_alone else None):
         source = _without_padding(source, graph)

@@ -108,12 +108,12 @@ class Quantization:
             )
         if self.calibration is not None and not Path(self.calibration).is_file():
             raise OptionError(f"there is no file {self.calibration} to calibrate with")
-        if not self.quantizes and self.calibration is not None:
+        budget = DegradationBudget.of(self.max_degradation)
+        unused = "calibration" if self.calibration is not None else "max_degradation" if budget.is_set else None
+        if not self.quantizes and unused is not None:
             raise OptionError(
-                "calibration is for a quantised file: choose quantization 'int8', 'int4' or 'mixed', or an int8 "
-                "kv_cache"
+                f"{unused} is for a quantised file: choose quantization 'int8', 'int4' or 'mixed', or an int8 kv_cache"
             )
-        DegradationBudget.of(self.max_degradation)
 
     @classmethod
     def of(cls, value: str | Quantization) -> Quantization:
@@ -268,11 +268,22 @@ class ExportOptions:
         """Return these options for a model. Raises OptionError for options that the model cannot have."""
         if source.packed_weights:
             self._check_packed()
+        from tformer_export.analysis.attention_weights import check_has_attentions  # --help needs no torch
+
         is_single_pass = source.step_input is None
+        check_has_attentions(source, self.extra_outputs.cross_attentions, self.extra_outputs.attentions)
         if self.shortlist is not None and (is_single_pass or not set(source.caller_inputs) - {source.step_input}):
             raise no_encoder()
         if self.shortlist is not None and self.target == "cuda":
             raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
+        if self.shortlist is not None and not any(
+            not value.is_floating_point()
+            for name, value in source.example.items()
+            if name in source.caller_inputs and name != source.step_input
+        ):
+            raise no_source_ids()
+        if source.series is not None:
+            self.budget.with_unit(COSINE)  # numbers have no perplexity
         if not is_single_pass:
             return self
         if self.optimize_for != THROUGHPUT and not self.tune:  # with tune it names the batches to measure, too
@@ -323,6 +334,13 @@ def no_encoder() -> OptionError:
     return OptionError(
         "a shortlist goes from the ids that an encoder reads to those that a decoder writes, and this model has not "
         "both: export it without --shortlist"
+    )
+
+
+def no_source_ids() -> OptionError:
+    return OptionError(
+        "a shortlist goes from the ids of a source to those of its target, and the encoder of this model reads no ids: "
+        "export it without --shortlist"
     )
 
 

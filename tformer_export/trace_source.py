@@ -36,6 +36,7 @@ from tformer_export.analysis.size_branches import (
     runs_beyond,
     stretch,
 )
+from tformer_export.analysis.step_checks import check_stated_ids
 from tformer_export.capture.at_one_length import at_one_length
 from tformer_export.capture.by_example.draws import DataKind, InputDraws
 from tformer_export.capture.by_example.input_facts import with_facts
@@ -84,7 +85,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     check_devices(source)
     try:
         with unchanged(source.module):
-            warm_up(source, source.example)
+            check_stated_ids(source, warm_up(source, source.example))
             graph = trace_source(source, hidden_states, max_length)
         if not graph.at_one_length and (passed := runs_beyond(graph, source)):
             graph = _trace_beyond(source, graph, passed, hidden_states, max_length)

@@ -131,7 +131,7 @@ def test_calibration_data_changes_the_integers(checkpoint, lines, run):
 
 
 def test_invalid_calibration_lines_and_existing_plot_are_refused(checkpoint, lines, refused):
-    Path("bad.txt").write_text("abc\nabC\n")
+    Path("bad.txt").write_text("abc\nabC\n" + 8 * "abc\n")
     options = (*checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
     assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
     assert refused(*options, "none.txt") == "there is no file none.txt to calibrate with"

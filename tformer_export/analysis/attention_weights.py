@@ -21,6 +21,7 @@ from tformer_export.analysis.attention import ATTENTION, NodeBuilder
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta
+from tformer_export.sources import Source
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.format.manifest import ATTENTIONS as ATTENTION_MAPS
 from tformer_runtime.format.manifest import CROSS_ATTENTIONS
@@ -66,6 +67,20 @@ def _(query, key, bias, scale, softcap, heads, each):  # type: ignore[no-untyped
 WEIGHTS = torch.ops.tformer.attention_weights.default
 
 
+def check_has_attentions(source: Source, cross_attentions: AttentionSelection | None, attentions: bool) -> None:
+    """Raise OptionError for weights of attention that no model of this kind has, before the model is traced."""
+    if attentions and source.step_input is not None:
+        raise OptionError(
+            f"attentions are outputs of a single-pass model, and this one has the step input {source.step_input!r}: "
+            "use cross_attentions"
+        )
+    if attentions and source.series is not None:
+        raise OptionError("attentions are not outputs of a forecaster: a series is cut, scaled and fed back")
+    asked = cross_attentions is not None and cross_attentions is not False
+    if asked and (source.step_input is None or not set(source.caller_inputs) - {source.step_input}):
+        raise _no_cross_attention(source.step_input)
+
+
 def add_cross_attentions(captured: CapturedGraph, selection: AttentionSelection) -> None:
     """Add the extra output `cross_attentions`, (batch, new, source positions): the mean of the selected heads.
 
@@ -97,11 +112,6 @@ def add_attentions(captured: CapturedGraph) -> None:
 
     Raises OptionError for a model without attention, or with attentions of several sizes.
     """
-    if captured.step_name is not None:
-        raise OptionError(
-            f"attentions are outputs of a single-pass model, and this one has the step input {captured.step_name!r}: "
-            "use cross_attentions"
-        )
     weights = [w for node in captured.nodes if (w := _weights(captured, node)) is not None]
     if not weights:
         raise OptionError(
@@ -137,8 +147,7 @@ def _weights(captured: CapturedGraph, node: Node) -> Node | None:
 def _cross_attentions(captured: CapturedGraph) -> list[Node]:
     level: Mapping[Node, Level] = binding_times(captured)
     if captured.step is None or not any(level[node] == Level.REQUEST for node in captured.inputs.values()):
-        only = f"reads nothing but {captured.step_name}" if captured.step_name else "is a single-pass model"
-        raise OptionError(f"the model {only}: it has no cross-attention, so it has no cross_attentions")
+        raise _no_cross_attention(captured.step_name)
     attentions = [node for node in captured.nodes if node.target is ATTENTION]
     cross = [n for n in attentions if level[n.args[0]] == Level.STEP and level[n.args[1]] == Level.REQUEST]  # type: ignore[index]
     if not cross:
@@ -149,6 +158,11 @@ def _cross_attentions(captured: CapturedGraph) -> list[Node]:
             "softmax(scale · Q Kᵀ + bias) · V over (batch, heads, time, size)"
         )
     return cross
+
+
+def _no_cross_attention(step_input: str | None) -> OptionError:
+    only = f"reads nothing but {step_input}" if step_input else "is a single-pass model"
+    return OptionError(f"the model {only}: it has no cross-attention, so it has no cross_attentions")
 
 
 def select_heads(selection: AttentionSelection, head_counts: list[int]) -> dict[int, list[int]]:

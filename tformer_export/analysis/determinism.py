@@ -65,14 +65,17 @@ def rehearse(source: Source) -> Rehearsal:
     return Rehearsal(repeats, changed)
 
 
-def warm_up(source: Source, inputs: Mapping[str, torch.Tensor]) -> None:
+def warm_up(source: Source, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Run forward once and ignore its errors, so that values that the user's code caches do not come from a trace.
 
     Examples are masks in a dict and functools.lru_cache. Errors of forward are reported by `rehearse`.
+
+    Return the outputs; none if forward fails.
     """
     writes = WriteUndo(source.module, [])
     with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
-        _outputs(source.module, inputs)
+        return _outputs(source.module, inputs)
+    return []
 
 
 _HALF = (torch.float16, torch.bfloat16)

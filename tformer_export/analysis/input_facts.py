@@ -30,6 +30,7 @@ class InputFacts:
     pad: the id or number with which rows are padded.
     masked: whether the model hides padding.
     max_length: the maximum length; None without a limit.
+    table_length: the same, as far as the graph determines it: the length of its shortest table of positions.
     tests_pad: whether forward itself asks which ids are the padding.
     """
 
@@ -39,6 +40,7 @@ class InputFacts:
     masked: bool
     max_length: int | None
     tests_pad: bool = False
+    table_length: int | None = None
 
 
 def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, InputFacts]:
@@ -63,6 +65,7 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
             limit = _limit(captured, level, name)
+        table_length = limit
         if captured.step_name is None and source.max_length is not None:
             limit = min(limit or source.max_length, source.max_length)
         facts[name] = InputFacts(
@@ -71,6 +74,7 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
             pad=pad or 0,
             masked=pad in tested_ids or has_mask,
             max_length=limit,
+            table_length=table_length,
             tests_pad=pad in tested_ids,
         )
     for name, of in source.token_types.items():  # they are padded like the ids to which they belong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.fx import Node
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.capture.trace import CapturedGraph, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta, source_line
-from tformer_export.common.module_state import unchanged
+from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources import Source
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import all_outputs
@@ -20,14 +20,78 @@ from tformer_runtime.base.errors import OptionError, UnsupportedModelError
 PROBABILITY_SUM_ERROR = 1e-3  # by which a sum of probabilities may differ from 1
 
 
+def check_stated_ids(source: Source, outputs: Sequence[torch.Tensor]) -> None:
+    """Raise OptionError for special ids that could be neither predicted nor fed, before the model is traced.
+
+    outputs: of forward on the example, the logits first. An id beyond the logits may be one of a larger table of the
+    inputs, so forward is run with it: for such ids alone.
+    """
+    step = source.step_input
+    if step is None or not outputs or outputs[0].dim() < 2 or source.example[step].is_floating_point():
+        return
+    width = outputs[0].shape[-1]
+    for name, ids in _stated_ids(source):
+        for i in ids:
+            if i >= width and not _takes_id(source, i):
+                raise _outside(name, i, width)
+    forced = source.generation_defaults.get("forced_bos_token_id")
+    if isinstance(forced, int) and forced >= width:
+        raise _outside("forced_bos_token_id", forced, width)
+
+
 def check_special_tokens(source: Source, inputs: Mapping[str, InputFacts]) -> None:
-    """Raise OptionError for special ids outside the vocabulary, which could be neither predicted nor fed."""
+    """Raise OptionError for special ids outside the vocabulary, and for a padding that an input cannot look up.
+
+    Rows of a step input alone are padded with any id of its own.
+    """
     ids = inputs[source.step_input].vocabulary if source.step_input is not None else None
-    special = source.special_tokens
-    for name, special_ids in (("bos_token_id", special.bos_token_ids), ("eos_token_id", special.eos_token_ids)):
+    for name, special_ids in _stated_ids(source):
         for i in special_ids:
             if ids is not None and not 0 <= i < ids:
-                raise OptionError(f"the special id {name}={i} is not in the model's vocabulary, which has {ids} ids")
+                raise _outside(name, i, ids)
+    for name, facts in inputs.items():
+        if name != source.step_input and facts.vocabulary is not None and facts.pad >= facts.vocabulary:
+            raise OptionError(
+                f"the special id pad_token_id={facts.pad} is not in the vocabulary of {name}, which has "
+                f"{facts.vocabulary} ids: name the id with which its rows are padded (special_tokens, --pad-id)"
+            )
+
+
+def check_max_length(source: Source, inputs: Mapping[str, InputFacts], max_length: int | None) -> None:
+    """Raise OptionError for a greatest length that no input of a single-pass model can have.
+
+    The tables of a model that is stepped over are checked when they are made.
+    """
+    if source.step_input is not None or max_length is None:
+        return
+    limits = {name: facts.table_length for name, facts in inputs.items() if facts.table_length is not None}
+    if limits and max_length > max(limits.values()):
+        name = max(limits, key=lambda each: limits[each])
+        raise OptionError(
+            f"the model cannot run at a length of {max_length}: its input {name} has at most {limits[name]} positions; "
+            "give a lower max_length, or leave it out"
+        )
+
+
+def _stated_ids(source: Source) -> list[tuple[str, tuple[int, ...]]]:
+    special = source.special_tokens
+    return [("bos_token_id", special.bos_token_ids), ("eos_token_id", special.eos_token_ids)]
+
+
+def _outside(name: str, i: int, ids: int) -> OptionError:
+    return OptionError(f"the special id {name}={i} is not in the model's vocabulary, which has {ids} ids")
+
+
+def _takes_id(source: Source, i: int) -> bool:
+    """Return whether forward runs if the step input holds an id."""
+    assert source.step_input is not None
+    inputs = {**source.example, source.step_input: torch.full_like(source.example[source.step_input], i)}
+    with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.no_grad():
+        try:
+            source.module(*(value.clone() for value in inputs.values()))
+        except Exception:  # of the user's code, or of torch for a table that ends before
+            return False
+    return True
 
 
 def check_step_input(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> None:

@@ -127,16 +127,7 @@ def read_samples(path: Path, engine: Engine) -> Samples:
     Raises InputError that names the line that cannot be used, OptionError for a file that cannot be read or has too few
     lines.
     """
-    fitted: list[Sample] = []
-    measured: list[Sample] = []
-    capacity = [MAX_FITTED_POSITIONS, MAX_KEPT_NUMBERS]
-    for number, sample in enumerate(read_lines(path, engine), 1):
-        use = number % MEASURED_INTERVAL == 0
-        if capacity[use] > 0:
-            capacity[use] -= _numbers(engine.manifest, sample) if use else sample.positions
-            (fitted, measured)[use].append(sample)
-        elif max(capacity) <= 0:
-            break
+    fitted, measured = _split(read_lines(path, engine), engine.manifest)
     is_single_pass = engine.manifest.decode is None
     if len(fitted) + len(measured) < MIN_LINES:
         raise OptionError(
@@ -144,6 +135,40 @@ def read_samples(path: Path, engine: Engine) -> Samples:
             f"give {MIN_LINES} or more, some hundreds for a sound measure"
         )
     return Samples(fitted, measured)
+
+
+def check_text_file(path: Path, option: str) -> None:
+    """Raise OptionError for a file that cannot be read as text or that has too few lines. It reads the first lines."""
+    lines = list(islice((line for _, line in _text_lines(path, option)), MIN_LINES))
+    if len(lines) < MIN_LINES:
+        raise OptionError(
+            f"{option} {path} holds {len(lines)} lines: give {MIN_LINES} or more, some hundreds for a sound measure"
+        )
+
+
+def check_lines(path: Path, manifest: Manifest, option: str, max_lines: int | None = None) -> None:
+    """Read the lines of a file as far as they will be used, before anything is computed with them.
+
+    manifest: of the model that will read them.
+
+    Raises the errors of `read_lines`.
+    """
+    _split(islice(_Reader(manifest, option).samples(path), max_lines), manifest)
+
+
+def _split(samples: Iterator[Sample], manifest: Manifest) -> tuple[list[Sample], list[Sample]]:
+    """Return the samples for fitting and those for measuring, as far as there is room for them."""
+    fitted: list[Sample] = []
+    measured: list[Sample] = []
+    capacity = [MAX_FITTED_POSITIONS, MAX_KEPT_NUMBERS]
+    for number, sample in enumerate(samples, 1):
+        use = number % MEASURED_INTERVAL == 0
+        if capacity[use] > 0:
+            capacity[use] -= _numbers(manifest, sample) if use else sample.positions
+            (fitted, measured)[use].append(sample)
+        elif max(capacity) <= 0:
+            break
+    return fitted, measured
 
 
 def read_lines(path: Path, engine: Engine, option: str = "--calibration") -> Iterator[Sample]:
@@ -180,6 +205,19 @@ def group_by_length(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         yield from (group[at : at + MAX_BATCH_SAMPLES] for at in range(0, len(group), MAX_BATCH_SAMPLES))
 
 
+def _text_lines(path: Path, option: str) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line that is not blank. Raises OptionError for a file without text."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except OSError as error:
+        raise OptionError(f"{option} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{option} {path} is not UTF-8 text") from error
+
+
 class _Reader:
     """Parser of lines. A sample whose target the model has to decode has only the tokens that decoding starts from."""
 
@@ -200,19 +238,11 @@ class _Reader:
         self.named = self.step is None and (pictures or audio_of(manifest) is not None)  # a line is the path of a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
-        try:
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        yield self._sample(line.rstrip("\r\n"))
-                    except InputError as error:
-                        raise InputError(f"line {number} of {path}: {error}") from error
-        except OSError as error:
-            raise OptionError(f"{self.option} {path} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise OptionError(f"{self.option} {path} is not UTF-8 text") from error
+        for number, line in _text_lines(path, self.option):
+            try:
+                yield self._sample(line)
+            except InputError as error:
+                raise InputError(f"line {number} of {path}: {error}") from error
 
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)

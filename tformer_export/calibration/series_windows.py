@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tformer_export.calibration.samples import MEASURED_INTERVAL, MIN_LINES, Sample, Samples
+from tformer_runtime.base.arrays import F64
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.preprocess.csv_series import read_series
@@ -27,10 +28,7 @@ def read_windows(path: Path, engine: Engine) -> Samples:
     """
     forecaster = Forecaster(engine)
     series = forecaster.series
-    try:
-        values = read_series(str(path), series.columns, series.features)
-    except InputError as error:
-        raise OptionError(f"calibration: {error}") from error
+    values = read_values(path, series)
     steps = forecaster.steps(series.horizon or DEFAULT_HORIZON_STEPS)
     room = forecaster.room(steps)
     context = min(n for n in (series.max_context_length or DEFAULT_CONTEXT_ROWS, room) if n is not None)
@@ -46,6 +44,14 @@ def read_windows(path: Path, engine: Engine) -> Samples:
         [s for i, s in enumerate(samples, 1) if i % MEASURED_INTERVAL],
         [s for i, s in enumerate(samples, 1) if not i % MEASURED_INTERVAL],
     )
+
+
+def read_values(path: Path, series: SeriesPreprocessor) -> F64:
+    """Return the values of a series, (time, features). Raises OptionError for a file that cannot be read."""
+    try:
+        return read_series(str(path), series.columns, series.features)
+    except InputError as error:
+        raise OptionError(f"calibration: {error}") from error
 
 
 def _sample(series: SeriesPreprocessor, values: np.ndarray, context: int, engine: Engine) -> Sample:

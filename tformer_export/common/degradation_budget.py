@@ -57,6 +57,11 @@ class DegradationBudget:
             f"max_degradation is a share such as 1% or 0.01, or times the perplexity such as 1.02x, not {value!r}"
         )
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the budget allows less than any loss."""
+        return self.tokens is not None or self.perplexity is not None
+
     def with_unit(self, measure: QualityUnit) -> DegradationBudget:
         """Return the budget as a share of another quantity, for a single-pass model.
 

@@ -29,7 +29,10 @@ from tformer_export.quantize import (
     quantize_caches,
     quantize_weights,
 )
-from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_SINGLE_PASS_BUDGET
+from tformer_export.quantize.bit_plan import MIXED_BUDGET, MIXED_SINGLE_PASS_BUDGET, no_matrices
+from tformer_export.quantize.kv_cache_int8 import require_cached_attentions
+from tformer_export.quantize.matrices import find_matrices
+from tformer_export.quantize.output_quality import find_measured_outputs
 from tformer_export.quantize.token_quality import ReferenceDistribution
 from tformer_export.shortlist import separate_projection, with_columns
 from tformer_export.verify.parity import ParityGate
@@ -46,6 +49,15 @@ class QuantizedResult:
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     products: dict[str, Product] = field(default_factory=dict)
+
+
+def check_quantizable(compiled: CompiledModel, options: ExportOptions) -> None:
+    """Raise the errors of options that a compiled model cannot have, before it is verified and measured."""
+    if options.quantization.kv_cache == "int8":
+        require_cached_attentions(compiled.model, compiled.manifest)
+    if options.quantization.weights == "mixed" and not find_matrices(compiled.model):
+        raise no_matrices()
+    find_measured_outputs(compiled.manifest)
 
 
 def quantize_within_budget(

@@ -158,10 +158,7 @@ class BitPlanner:
         quantise.
         """
         if not self.matrices:
-            raise OptionError(
-                f"the model multiplies with no constant matrix of {MIN_WEIGHT_VALUES} numbers or more, so that there "
-                "are no bits to mix: export it without --quantize"
-            )
+            raise no_matrices()
         result = self._search(budget)
         fitting = result.within(budget)
         if not fitting:
@@ -221,3 +218,10 @@ def _take_positions(samples: Sequence[Sample], positions: int) -> Sequence[Sampl
         if positions <= 0:
             return samples[:count]
     return samples
+
+
+def no_matrices() -> OptionError:
+    return OptionError(
+        f"the model multiplies with no constant matrix of {MIN_WEIGHT_VALUES} numbers or more, so that there are no "
+        "bits to mix: export it without --quantize"
+    )

@@ -38,12 +38,7 @@ def quantize_caches(model: ir.Model, manifest: Manifest, before: Engine, samples
     Raises UnsupportedModelError if no attention of the model can have int8 caches.
     """
     assert manifest.decode is not None
-    attentions = _find_cached_attentions(model, manifest)
-    if not attentions:
-        raise UnsupportedModelError(
-            "no cache of this model can be int8: onnxruntime's operator for int8 caches does not support its attention "
-            "(it needs keys and values of one size, a multiple of 8); leave kv_cache at float"
-        )
+    attentions = require_cached_attentions(model, manifest)
     partners = {attention.key: attention.partner for attention in attentions if attention.partner is not None}
     magnitudes = _largest_magnitudes(before, samples, [i for a in attentions for i in (a.key, a.value)], partners)
     scales = {i: constant(model, f"cache.{i}.scale", _scale(values)) for i, values in magnitudes.items()}
@@ -76,6 +71,17 @@ class _CachedAttention:
     key: int
     value: int
     partner: np.ndarray | None
+
+
+def require_cached_attentions(model: ir.Model, manifest: Manifest) -> list[_CachedAttention]:
+    """Return the attentions whose caches can be int8. Raises UnsupportedModelError if there are none."""
+    attentions = _find_cached_attentions(model, manifest)
+    if not attentions:
+        raise UnsupportedModelError(
+            "no cache of this model can be int8: onnxruntime's operator for int8 caches does not support its attention "
+            "(it needs keys and values of one size, a multiple of 8); leave kv_cache at float"
+        )
+    return attentions
 
 
 def _find_cached_attentions(model: ir.Model, manifest: Manifest) -> list[_CachedAttention]:

@@ -21,8 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from tformer_export.calibration.samples import MAX_SAMPLE_TOKENS, MIN_LINES, Sample, read_lines
+from tformer_export.options import no_source_ids
 from tformer_export.shortlist.learn import NO_PLACE, Line, associate, each_needed
-from tformer_runtime.base.errors import OptionError, ParityError, UnsupportedModelError
+from tformer_runtime.base.errors import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.shortlist import Shortlist, max_columns
 from tformer_runtime.model import Model
@@ -75,7 +76,7 @@ class ShortlistMeasurement:
 def make_shortlist(engine: Engine, path: Path) -> tuple[Shortlist, ShortlistMeasurement]:
     """Learn a shortlist from the lines of a file, for an engine whose file has no shortlist yet, and measure it.
 
-    Raises OptionError for a file that cannot be used, UnsupportedModelError for a model that reads no ids, ParityError
+    Raises OptionError for a file that cannot be used and for a model that reads no ids, ParityError
     if no shortlist gives MIN_EQUAL_SHARE of the lines the same result.
     Time: decoding of MAX_DECODED_LINES lines, twice, and seconds to learn.
     """
@@ -205,10 +206,7 @@ def _tables(engine: Engine) -> dict[str, tuple[int, int]]:
             tables[spec.name] = (first, spec.vocabulary)
             first += spec.vocabulary
     if not tables:
-        raise UnsupportedModelError(
-            "a shortlist goes from the ids of a source to those of its target, and the encoder of this model reads no "
-            "ids: export it without --shortlist"
-        )
+        raise no_source_ids()
     return tables
 
 
