@@ -27,6 +27,7 @@ from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_se
 from tformer_export.sources.switched_adapters import with_adapters
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.format.manifest import SpecialTokens
 
 Model = torch.nn.Module | torch.export.ExportedProgram | Source
@@ -117,6 +118,7 @@ def export(
     operations, and memory of about four times the weights. While a model is captured, analysed and lowered, torch is
     patched for the whole process under a lock: exports of other threads wait.
     """
+    import_onnxruntime()  # without it nothing can be verified
     options = ExportOptions(
         quantization=Quantization.of(quantization),
         extra_outputs=extra_outputs or ExtraOutputs(),

@@ -24,6 +24,7 @@ from tformer_export.common.option_table import ExportOptionSpec, option_specs
 from tformer_export.common.task import Task
 from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, OutputError, TformerError
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.cli.errors import errors_as_sentences
 
 if TYPE_CHECKING:  # both take longer to import than --help takes
@@ -260,6 +261,7 @@ def _run(
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
+    import_onnxruntime()
     output = output or _default_output(source)
     options, task = _options(flags)
     _check_outputs(output, report, plot, options, force)

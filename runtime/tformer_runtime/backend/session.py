@@ -25,11 +25,11 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
     DeviceError,
     InputError,
-    MissingExtraError,
     ModelFileError,
     OutOfMemoryError,
     TformerError,
 )
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import Manifest
@@ -86,7 +86,7 @@ class Session:
         self.path = Path(path)
         self.manifest: Manifest = read_manifest(path)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
-        self._ort = _onnxruntime()
+        self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
@@ -332,7 +332,7 @@ class Session:
 
 def find_missing_cuda() -> str | None:
     """Return the reason why onnxruntime's CUDA provider cannot start, as a sentence; None if no reason is known."""
-    ort = _onnxruntime()
+    ort = import_onnxruntime()
     if _CUDA not in ort.get_available_providers():
         return "the installed onnxruntime holds no CUDA provider: pip install 'tformer[cuda]'"
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
@@ -372,14 +372,6 @@ def _first_line(error: Exception) -> str:
     """Return the first line of an error of onnxruntime, without its code."""
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime is not installed: pip install 'tformer[cpu]'") from error
-    return onnxruntime
 
 
 def _load_error(library: Path) -> str:

@@ -23,3 +23,18 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
             f"{purpose}, which is installed and cannot be loaded ({error}): install it anew, pip install "
             f"--force-reinstall 'tformer[{extra}]'"
         ) from error
+
+
+def import_onnxruntime() -> Any:
+    """Import and return onnxruntime. Raise MissingExtraError if it is not installed, or not whole.
+
+    The wheels onnxruntime and onnxruntime-gpu have the same files. If both are installed and one is removed, a folder
+    without a module is left, which Python imports as an empty package.
+    """
+    module = import_optional("onnxruntime", "running a file needs onnxruntime", "cpu")
+    if not hasattr(module, "SessionOptions"):
+        raise MissingExtraError(
+            "onnxruntime is installed in part, as after two of its packages were installed and one was removed: pip "
+            "uninstall -y onnxruntime onnxruntime-gpu, then pip install 'tformer[cpu]' or 'tformer[cuda]'"
+        )
+    return module
