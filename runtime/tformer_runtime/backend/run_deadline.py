@@ -1,7 +1,7 @@
 """A deadline of each run of a graph, so that no graph runs for ever.
 
-The nodes of a graph without loops run once each, so that its time grows with its tensors. A graph with loops may run as
-often as it likes: it has a deadline in any case. onnxruntime looks at its flag between two nodes and between two
+The nodes of a graph without loops run once each, or as often as a tensor is long (Scan), so that its time grows with its
+tensors. A Loop may run as often as it likes: such a graph has a deadline in any case. onnxruntime looks at its flag between two nodes and between two
 iterations.
 """
 
@@ -17,7 +17,7 @@ from tformer_runtime.base.errors import DeadlineError
 from tformer_runtime.base.validation import MAX_TIMEOUT_SECONDS, invalid_value
 
 LOOP_SECONDS = 600.0  # the deadline of a run of a graph with loops, if the caller sets none
-_LOOPS = ("Loop", "Scan", "SequenceMap", "BeamSearch", "WhisperBeamSearch", "GreedySearch", "Sampling")
+_LOOPS = ("Loop", "BeamSearch", "WhisperBeamSearch", "GreedySearch", "Sampling")
 _TERMINATED = "terminate flag"  # in onnxruntime's error
 
 # NodeProto.op_type (field 4) with one of the names. A varint may have more bytes than it needs.

@@ -28,7 +28,7 @@ def settled(defaults=None, **options):
         ({"top_k": -1}, "top_k must be"),
         ({"seed": -1}, "seed must be"),
         ({"seed": "a"}, "seed must be"),
-        ({"temperature": -0.1}, "temperature must be 0 or more"),
+        ({"temperature": -0.1}, "temperature must be 0, or a number of at least 1e-6"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"top_p": 0}, "top_p must be more than 0 and at most 1"),
         ({"top_p": 1.1}, "top_p must be"),
