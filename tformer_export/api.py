@@ -18,7 +18,7 @@ from tformer_export.common.clock import PhaseClock, peak_memory, unexpected_erro
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
 from tformer_export.options import Adapters, ExportOptions, ExtraOutputs, Quantization
-from tformer_export.report import ExportReport
+from tformer_export.report import ExportReport, tokenizer_gaps
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import SourceOverrides, finish
@@ -180,6 +180,7 @@ def export(
         seconds=clock.seconds,
         peak_memory=peak_memory(),
         shortlist=result.shortlist,
+        tokenizer_gaps=tokenizer_gaps(result.manifest),
     )
 
 

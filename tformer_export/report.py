@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tformer_export.common.option_values import STATIC, THROUGHPUT
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import ShortlistMeasurement
 from tformer_export.tune.tune import Tuning
 from tformer_export.verify.report import ParityReport
 from tformer_runtime.base.whole_files import replaced_file
+from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.tasks import generates
 
 MAX_SHOWN = 3  # attentions that were not recognised
 
@@ -22,6 +26,29 @@ def write_json(path: str | os.PathLike[str], report: dict[str, Any]) -> None:
     """Write the report as JSON, atomically. Raises OutputError if it cannot be written."""
     with replaced_file(Path(path)) as file:
         file.write((json.dumps(report, indent=2) + "\n").encode())
+
+
+def tokenizer_gaps(manifest: Manifest) -> tuple[str, ...]:
+    """Return a sentence for each tokenizer that has no token for ids of the model, or tokens of other ids."""
+    generated = int(manifest.decode.logits.shape[-1]) if generates(manifest) and manifest.decode is not None else 0
+    read = {spec.name: spec.vocabulary for spec in (manifest.encode.inputs if manifest.encode else ())}
+    if manifest.decode is not None:
+        read[manifest.decode.step.name] = manifest.decode.vocabulary
+    sentences = []
+    for name, number in manifest.tokenizer_of.items():
+        ids = set(Tokenizer.from_str(manifest.tokenizers[number]).get_vocab().values())
+        is_step = manifest.decode is not None and name == manifest.decode.step.name
+        if is_step and (silent := generated - len(ids & {*range(generated)})):
+            sentences.append(
+                f"{silent} of the {generated} ids that the model generates have no token: they add no text to a "
+                "result, as in transformers, and are among its token_ids"
+            )
+        size = read.get(name)
+        if size and (beyond := sum(i >= size for i in ids)):
+            sentences.append(
+                f"{beyond} tokens are beyond the {size} ids that {name} takes: a text that needs one is refused"
+            )
+    return tuple(sentences)
 
 
 @dataclass
@@ -50,6 +77,7 @@ class ExportReport:
     peak_memory: the peak resident memory of the process in bytes, the loaded model included.
     shortlist: its effect on its data; None without one.
     adapters: the names of the adapters among which requests choose.
+    tokenizer_gaps: a sentence for each tokenizer that has other ids than the model.
     """
 
     path: str
@@ -77,6 +105,7 @@ class ExportReport:
     peak_memory: int = 0
     shortlist: ShortlistMeasurement | None = None
     adapters: tuple[str, ...] = ()
+    tokenizer_gaps: tuple[str, ...] = ()
 
     @property
     def max_abs_error(self) -> float:
@@ -161,6 +190,7 @@ class ExportReport:
             *([("recomputed", self._recomputed_text)] if counts.get("recomputed") else []),
             *([("maximum length", self._max_length_text)] if self.max_length else []),
             *[(f"at most, {name}", f"{limit} positions") for name, limit in self.input_limits.items()],
+            *[("tokenizer", sentence) for sentence in self.tokenizer_gaps],
             ("parity", self._parity_text),
         ]
         if (raw := self.parity.raw) is not None:

@@ -41,6 +41,7 @@ class Result:
     """The generated text of one input.
 
     text: the text of the tokens, without the end token and up to a stop string; empty if the file has no tokenizer.
+        Ids for which the tokenizer has no token add nothing to it, as in transformers.
     token_ids: every id, with the forced prefix, and with the end token if it was generated.
     score: Σ log-probability / length ** length_penalty of the ids after the prefix. Beam search sums the
         log-probabilities after rules and penalties.
