@@ -1,8 +1,8 @@
 """A deadline of each run of a graph, so that no graph runs for ever.
 
-The nodes of a graph without loops run once each, or as often as a tensor is long (Scan), so that its time grows with its
-tensors. A Loop may run as often as it likes: such a graph has a deadline in any case. onnxruntime looks at its flag between two nodes and between two
-iterations.
+The nodes of a graph without loops run once each, or as often as a tensor is long (Scan), so that its time grows with
+its tensors. A Loop may run as often as it likes: such a graph has a deadline in any case. onnxruntime looks at its flag
+between two nodes and between two iterations.
 """
 
 from __future__ import annotations
