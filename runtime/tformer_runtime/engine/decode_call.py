@@ -53,7 +53,7 @@ class SessionCall:
         rows = state.rows
         self.session, self.new_tokens, self.logit_positions = static_inputs.session, new_tokens, logit_positions
         self.controls = frozenset(decode.controls)
-        self.slot_indices, self.max_position = static_inputs.slot_indices, len(static_inputs.slot_indices) - 1
+        self.slot_indices, self.max_position = static_inputs.slot_indices, self.session.manifest.max_length - 1
         self.has_select_input = SELECTED_TOKENS in self.controls
         self.tokens: Array = np.zeros((rows, new_tokens, *decode.features), decode.step.dtype)
         self.token_offsets = np.arange(new_tokens)
@@ -93,7 +93,7 @@ class SessionCall:
         bound |= dict(zip(static_inputs.context, state.encoder_context.values, strict=True))
         bound |= dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
         if SLOT_INDICES in self.controls:
-            bound[SLOT_INDICES] = session.host_tensor(self.slot_indices)
+            bound[SLOT_INDICES] = session.host_tensor(self.slot_indices(1))
         if STAGE_INPUT in session.input_shapes("decode"):
             bound[STAGE_INPUT] = static_inputs.decode_flag
         if self.candidates is not None:
@@ -122,7 +122,7 @@ class SessionCall:
         self._write_inputs(lengths, tokens, counts, total_slots)
         binding = self.bindings[state.cache.side]
         if SLOT_INDICES in self.controls:
-            binding.bind_ortvalue_input(SLOT_INDICES, self.session.host_tensor(self.slot_indices[:total_slots]))
+            binding.bind_ortvalue_input(SLOT_INDICES, self.session.host_tensor(self.slot_indices(total_slots)))
         if self.session.device != "cpu":  # binding copies to the device, so changed inputs are bound again
             for name, array in self.inputs.items():
                 binding.bind_ortvalue_input(name, self.session.host_tensor(array))

@@ -19,12 +19,13 @@ from tformer_runtime.format.manifest import (
     TOTAL_SLOTS,
 )
 
+MIN_SLOT_INDICES = 256
+
 
 class StaticInputs:
     """OrtValues and arrays of the constant inputs. This object keeps them alive, as a binding need not do so.
 
     context: names of the decode stage's inputs for the context, in the order of encode's outputs.
-    slot_indices: (max_length,), 0 … max_length - 1.
     placeholders: for every graph input an OrtValue to bind if the stage does not read the input.
     one_column_inputs: OrtValues for encode in the place of the projection's columns.
     decode_flag: value of STAGE_INPUT that selects the decode stage.
@@ -35,11 +36,18 @@ class StaticInputs:
         self.session = session
         decode = session.manifest.decode
         self.context = decode.context if decode is not None else ()
-        self.slot_indices: Ints = np.arange(session.manifest.max_length, dtype=np.int64)
+        self._slot_indices: Ints = np.arange(MIN_SLOT_INDICES)
         self.placeholders = self._make_placeholders()
         self.one_column_inputs = self._make_one_column_inputs()
         stage = session.input_shapes("decode").get(STAGE_INPUT, ())
         self.decode_flag = session.device_tensor(np.ones([size or 1 for size in stage], np.bool_))
+
+    def slot_indices(self, count: int) -> Ints:
+        """Return (count,), 0 … count - 1. The array behind it doubles when it must: max_length may be of any size."""
+        indices = self._slot_indices
+        if count > len(indices):
+            indices = self._slot_indices = np.arange(max(count, 2 * len(indices)))
+        return indices[:count]
 
     def _make_placeholders(self) -> dict[str, Any]:
         """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""

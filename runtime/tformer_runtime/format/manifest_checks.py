@@ -66,6 +66,10 @@ def check_manifest(manifest: Manifest) -> None:
                 if name not in inputs:
                     raise _ContradictionError(f"{kind} is of {name!r}, which is no input")
         _check_unique("adapters", manifest.adapters)
+        labels, outputs = manifest.output_meaning.labels, manifest.encode.outputs if manifest.encode else ()
+        sizes = {output.shape[-1] for output in outputs}
+        if labels and manifest.decode is None and len(labels) not in sizes and all(isinstance(s, int) for s in sizes):
+            raise _ContradictionError(f"it has {len(labels)} labels, and its outputs {_shown(sizes)} numbers")
 
 
 def check_graph(manifest: Manifest, inputs: GraphTensors, outputs: GraphTensors) -> None:
@@ -80,7 +84,7 @@ def check_graph(manifest: Manifest, inputs: GraphTensors, outputs: GraphTensors)
                 raise _ContradictionError(f"the graph has an input {name!r} that it does not describe")
         for name, spec in expected.items():
             if name in inputs:  # the other inputs, such as a context, need not be read by every file
-                _check_tensor("input", name, spec, inputs[name])
+                _check_tensor("input", name, spec, inputs[name], is_exact=name in _data_inputs(manifest))
         for name, spec in _graph_outputs(manifest):
             if name not in outputs:
                 raise _ContradictionError(f"the graph has no output {name!r}")
@@ -193,6 +197,12 @@ def _graph_inputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
         yield COLUMN_WEIGHT, TensorSpec(COLUMN_WEIGHT, decode.shortlist.dtype, (decode.shortlist.inner, "any"))
 
 
+def _data_inputs(manifest: Manifest) -> set[str]:
+    """Return the names of the inputs whose arrays the caller's data become."""
+    names = {spec.name for spec in manifest.encode.inputs} if manifest.encode is not None else set()
+    return names | ({manifest.decode.step.name} if manifest.decode is not None else set())
+
+
 def _needed_inputs(manifest: Manifest) -> Iterator[str]:
     """Yield the inputs without which the runtime cannot run a stage."""
     if manifest.decode is not None:
@@ -212,12 +222,15 @@ def _graph_outputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
             yield cache.present, TensorSpec(cache.present, cache.dtype, cache.shape)
 
 
-def _check_tensor(kind: str, name: str, spec: TensorSpec, found: tuple[str, tuple[int | None, ...]]) -> None:
+def _check_tensor(
+    kind: str, name: str, spec: TensorSpec, found: tuple[str, tuple[int | None, ...]], is_exact: bool = False
+) -> None:
+    """Raise unless a tensor is as its spec. is_exact: whether the graph fixes the sizes that the spec does."""
     dtype, shape = found
     # onnxruntime gives an unknown shape as that of a scalar. The batch axis alone stands for any axes after it.
-    has_rank = bool(shape) and spec.shape not in ((), (BATCH_AXIS,))
+    has_rank = is_exact or (bool(shape) and spec.shape not in ((), (BATCH_AXIS,)))
     sizes = zip(spec.shape, shape, strict=False)
-    fits = all(size == other for size, other in sizes if isinstance(size, int) and other is not None)
+    fits = all(size == other or (other is None and not is_exact) for size, other in sizes if isinstance(size, int))
     if dtype != spec.dtype or (has_rank and len(shape) != len(spec.shape)) or not fits:
         raise _ContradictionError(
             f"the {kind} {name!r} is {spec.dtype} {_shown(spec.shape)}, and in the graph {dtype} {_shown(shape)}"
