@@ -1,15 +1,16 @@
 """From text, sound, images and tables to arrays.
 
-inputs         an input of a model, of any kind → arrays
-tokenizer      text ↔ ids, for generation; text of a stream, piece by piece
-text_reader    text → ids and the offsets of each token, for single-pass models
-vocabulary     the bytes of each token, for constrained generation
-chat_template  a conversation → a prompt
+inputs           an input of a model, of any kind → arrays
+tokenizer        text ↔ ids, for generation; text of a stream, piece by piece
+tokenizer_growth how much longer a tokenizer may make a text
+text_reader      text → ids and the offsets of each token, for single-pass models
+vocabulary       the bytes of each token, for constrained generation
+chat_template    a conversation → a prompt
 template_worker  the process in which a chat template runs
-audio, images  a file or an array → features
-tiles          a large image → a grid of tiles
-prompt_items   a prompt with pictures → its text and the pictures' pixels
-series         columns of numbers: normalization and windows
-csv_series     a CSV file → a series
-ctc            scores of tokens at each frame → text
+audio, images    a file or an array → features
+tiles            a large image → a grid of tiles
+prompt_items     a prompt with pictures → its text and the pictures' pixels
+series           columns of numbers: normalization and windows
+csv_series       a CSV file → a series
+ctc              scores of tokens at each frame → text
 """

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from tformer_runtime.base.errors import InputError, ModelFileError, error_summary, quotable
 from tformer_runtime.base.foreign_errors import foreign_errors
 from tformer_runtime.base.validation import surrogate_in
+from tformer_runtime.preprocess.tokenizer_growth import check_growth
 
 
 class Codec:
@@ -26,8 +27,9 @@ class Codec:
     def __init__(self, definition: str) -> None:
         """definition: a tokenizer in tokenizers' JSON format."""
         with foreign_errors(unreadable_tokenizer):
-            self._tokenizer = Tokenizer.from_str(definition)
             parts = json.loads(definition)
+            check_growth(parts)
+            self._tokenizer = Tokenizer.from_str(definition)
             model = parts["model"]
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
