@@ -403,7 +403,7 @@ def _is_pickle(source: Path) -> bool:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(name) as file:
                 return _names_globals(file)
-    except (OSError, StopIteration, KeyError, zipfile.BadZipFile):
+    except Exception:  # the module zipfile raises many types for a damaged directory
         return False
 
 
