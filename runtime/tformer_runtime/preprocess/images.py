@@ -41,6 +41,7 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"longest_edge"},  # with tiles
 )
 MAX_PIXELS = 61_000_000  # those of the largest cameras; a small compressed file could fill the memory
+MAX_PICTURE_EDGE = 1 << 20  # Pillow keeps an address for each row, and numbers for each column that it resizes
 MAX_COPIED_PIXELS = 25_000_000  # of the formats whose decoders hold four copies
 COPYING_FORMATS = {"WEBP", "AVIF", "HEIF", "JPEG2000"}
 MAX_RESIZED_PIXELS = 1 << 25  # of a picture before its crop. A long thin picture grows by far with its shorter edge.
@@ -301,6 +302,11 @@ def _with_pixels(image: Image, name: str) -> Image:
         raise _too_large(f"{name} is {image.width} × {image.height} pixels", limit)
     if not image.width * image.height:
         raise InputError(f"{name} has no pixels")
+    if max(image.size) > MAX_PICTURE_EDGE:
+        raise InputError(
+            f"{name} is {image.width} × {image.height} pixels, and an edge has at most {MAX_PICTURE_EDGE:,} of them: "
+            "cut the picture"
+        )
     return image
 
 
