@@ -250,3 +250,24 @@ def test_manifest_entry_round_trip():
     ):
         with pytest.raises(ModelFileError, match="damaged"):
             AudioPreprocessor.of(Preprocessing("audio", numbers))
+
+
+def test_sounds_in_blocks_are_those_of_soundfile(monkeypatch):
+    """Channels are averaged in float64, whatever the size of a block."""
+    stereo = np.stack([speech(0.1, seed=1), speech(0.1, seed=2)], 1) / 4
+    data = io.BytesIO()
+    soundfile.write(data, stereo, 16000, format="FLAC")
+    expected = soundfile.read(io.BytesIO(data.getvalue()))[0].mean(1).astype(np.float32)
+    for size in (2, 334, 1 << 22):
+        monkeypatch.setattr("tformer_runtime.preprocess.audio.READ_SAMPLES", size)
+        np.testing.assert_array_equal(WAVE.read(data.getvalue()), expected)
+
+
+def test_silence_that_was_compressed_cannot_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("tformer_runtime.preprocess.audio.FREE_SAMPLES", 1000)
+    data = io.BytesIO()
+    soundfile.write(data, np.zeros(1 << 18), 16000, format="FLAC")
+    size = len(data.getvalue())
+    assert 128 * size < 1 << 18
+    with pytest.raises(InputError, match=f"more than {128 * size:,} samples, too many for a file of {size:,} bytes"):
+        WAVE.read(data.getvalue())
