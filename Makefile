@@ -3,6 +3,7 @@
 # make test         run the test suite
 # make thorough     run the tests that the suite leaves out because they take minutes
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
+# make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
 # make hooks        run lint and type checks before each commit (pre-commit)
 # make docs         build the documentation in build/site; broken links are errors
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough check hooks docs docs-check evaluate bench wild wild-repositories clean
+.PHONY: help demo test test-avx2 thorough fuzz check hooks docs docs-check evaluate bench wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -62,6 +63,11 @@ test-avx2: $(READY)
 
 thorough: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m thorough
+
+MINUTES ?= 10
+
+fuzz: $(READY)
+	cd tests && ../$(BIN)/python -m fuzz --minutes $(MINUTES)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
