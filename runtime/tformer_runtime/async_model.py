@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from tformer_runtime.base.errors import DeadlineError, OptionError, UnsupportedCallError
+from tformer_runtime.base.errors import DeadlineError, OptionError, UnsupportedCallError, error_summary
 from tformer_runtime.base.validation import check_int
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import Request, Result, make_request
@@ -149,6 +149,8 @@ class _Job:
                 self._stream.finish(self.task)
             except Exception as error:
                 self.task.error = error
+        if self.task.error is not None and not isinstance(self.task.error, Exception):
+            self.task.error = _thread_error(self.task.error)  # a SystemExit would end the event loop
         self._call_in_loop(self.pieces.put_nowait, None)
         self._call_in_loop(self._set_finished)
 
@@ -175,6 +177,7 @@ class _Worker:
         self._new_jobs: list[_Job] = []
         self._cancelled_jobs: list[_Job] = []
         self._closing = False
+        self._error: BaseException | None = None  # that ended the thread
         self._memory = self._generator.budget
         self._condition = self._memory.changed
         self._change_count = 0  # of the memory, before the latest step
@@ -184,6 +187,8 @@ class _Worker:
 
     def submit(self, job: _Job) -> None:
         with self._condition:
+            if self._error is not None:
+                raise _thread_error(self._error)
             if self._closing:
                 raise UnsupportedCallError("the model is closed: make another AsyncModel")
             self._new_jobs.append(job)
@@ -212,13 +217,17 @@ class _Worker:
         try:
             while self._step():
                 pass
-        finally:  # after an error, too, no coroutine may wait for ever
+        except BaseException as error:  # no coroutine may wait for ever
+            self._error = error
+        finally:
             self.stop()
-            for job in (*self._jobs.values(), *self._new_jobs):
-                job.task.error = job.task.error or _end_error(closed=True)
-                job.finish()
+            end = _end_error(closed=True) if self._error is None else _thread_error(self._error)
             for scheduler in self._schedulers.values():
-                scheduler.fail(_end_error(closed=True))
+                scheduler.fail(end)
+            for job in (*self._jobs.values(), *self._new_jobs):
+                if not job.task.finished:
+                    job.task.error = end
+                job.finish()
             atexit.unregister(self.close)
 
     def _step(self) -> bool:
@@ -264,6 +273,16 @@ class _Worker:
         if key not in self._schedulers:
             self._schedulers[key] = self._generator.new_scheduler(settings, self._rows, waits=False)
         return self._schedulers[key]
+
+
+def _thread_error(error: BaseException) -> Exception:
+    """Return the error of a request for an error that ended the thread."""
+    sentence = (
+        f"the thread that decodes ended with {error_summary(error)}: make another AsyncModel, and report the error"
+    )
+    ended = UnsupportedCallError(sentence)
+    ended.__cause__ = error
+    return ended
 
 
 def _end_error(closed: bool) -> Exception:

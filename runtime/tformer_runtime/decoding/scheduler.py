@@ -107,6 +107,7 @@ class Scheduler:
         self._tokens: Ints | None = None  # (rows, 1) chosen tokens, until the model has read them
         self._running: dict[SequenceTask, None] = {}
         self._finished: list[SequenceTask] = []  # tasks that no step has returned yet
+        self._unreturned: dict[SequenceTask, None] = {}  # all tasks, wherever a step that fails has left them
         self._has_cancelled_rows = False
 
     @property
@@ -139,6 +140,7 @@ class Scheduler:
         limit = self.memory.limit
         if limit is not None and (need := self.starter.bytes_needed((), [task])) > limit:
             raise never_fits_error(need, limit)
+        self._unreturned[task] = None
         self._waiting.append(task)
 
     def cancel(self, task: SequenceTask, error: Exception) -> None:
@@ -169,9 +171,11 @@ class Scheduler:
         self._remove_finished()
         if not self._running:
             self.release()
+        now = time.monotonic()
         finished, self._finished = self._finished, []
         for task in finished:
-            task.ended_at = task.ended_at or time.monotonic()
+            task.ended_at = task.ended_at or now
+            self._unreturned.pop(task, None)
         return finished
 
     def step_or_fail(self, poll: Callable[[], object] | None = None) -> list[SequenceTask]:
@@ -187,7 +191,8 @@ class Scheduler:
         """End every task with an error, after a step that raised it. Tasks that were finished before keep
         their result.
         """
-        tasks = [*self._waiting, *self._running, *self._finished]
+        tasks = list(self._unreturned)
+        self._unreturned.clear()
         for task in tasks:
             if not task.finished:
                 task.error = error

@@ -61,6 +61,7 @@ class WorkerPool:
         self._outbox: SimpleQueue[SequenceTask] = SimpleQueue()
         self._unfinished = 0  # tasks that were submitted and not yet returned by `step`
         self._closing = False
+        self._error: BaseException | None = None  # that ended a thread, and with it the pool
         self._shares = [scheduler.memory for scheduler in schedulers]
         for share in self._shares:
             share.waiting_together = self._shares
@@ -85,9 +86,13 @@ class WorkerPool:
     def submit(self, task: SequenceTask) -> None:
         """Queue a task. If a scheduler refuses the task, the error becomes the error of the task."""
         with self._condition:
-            self._inbox.append(task)
             self._unfinished += 1
-            self._condition.notify_all()
+            if self._error is None:
+                self._inbox.append(task)
+                self._condition.notify_all()
+                return
+        task.error = self._error
+        self._outbox.put(task)
 
     def step(self) -> list[SequenceTask]:
         """Wait until tasks are finished, and return them."""
@@ -129,31 +134,62 @@ class WorkerPool:
         atexit.unregister(self.release)
 
     def _run(self, scheduler: Scheduler) -> None:
-        """Run one scheduler in the current thread until the pool is released."""
+        """Run one scheduler in the current thread until the pool is released.
+
+        An error that ends the thread ends the pool: all tasks end with it, so that nobody waits for them.
+        """
+        taken: dict[SequenceTask, None] = {}
+        try:
+            self._work(scheduler, taken)
+        except BaseException as error:
+            self._fail_all(error)
+        finally:
+            for task in taken:
+                if self._error is not None and not task.finished:
+                    task.error = self._error
+            try:
+                scheduler.fail(UnsupportedCallError("the batch was closed before all its results were read"))
+            finally:
+                for task in taken:
+                    self._outbox.put(task)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End all threads, and the tasks that none has taken."""
+        with self._condition:
+            self._error, self._closing = error, True
+            tasks = [*self._inbox]
+            self._inbox.clear()
+            self._condition.notify_all()
+        for task in tasks:
+            task.error = error
+            self._outbox.put(task)
+
+    def _work(self, scheduler: Scheduler, taken: dict[SequenceTask, None]) -> None:
+        """Run a scheduler until the pool is released. taken: gets its tasks while they have not been put out."""
         change_count = self._memory.change_count
 
         def has_new_work() -> bool:
             return self._closing or (scheduler.idle and bool(self._inbox))
 
-        try:
-            while True:
-                with self._condition:
-                    wait_for_work(self._memory, (scheduler,), change_count, has_new_work)
-                    if self._closing:
-                        return
-                    self._take_tasks(scheduler)
-                    change_count = self._memory.change_count
-                for task in scheduler.step_or_fail():
-                    self._outbox.put(task)
-        finally:
-            scheduler.fail(UnsupportedCallError("the batch was closed before all its results were read"))
+        while True:
+            with self._condition:
+                wait_for_work(self._memory, (scheduler,), change_count, has_new_work)
+                if self._closing:
+                    return
+                self._take_tasks(scheduler, taken)
+                change_count = self._memory.change_count
+            for task in scheduler.step_or_fail():
+                del taken[task]
+                self._outbox.put(task)
 
-    def _take_tasks(self, scheduler: Scheduler) -> None:
+    def _take_tasks(self, scheduler: Scheduler, taken: dict[SequenceTask, None]) -> None:
         """Move tasks from the queue to a scheduler."""
         while self._inbox and scheduler.accepts_tasks:
             task = self._inbox.popleft()
+            taken[task] = None
             try:
                 scheduler.submit(task)
             except Exception as error:
                 task.error = error
+                del taken[task]
                 self._outbox.put(task)
