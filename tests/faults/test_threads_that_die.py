@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import sys
 import threading
@@ -42,7 +43,11 @@ def bang():
             code = frame.f_code
             if "tformer_runtime" not in code.co_filename or threading.current_thread().name != thread:
                 return
-            if code.co_name in ("_run", "__del__"):  # the outermost function; errors of a finaliser are ignored
+            if code.co_name in (
+                "_run",
+                "__del__",
+                "<genexpr>",
+            ):  # the outermost function; errors of finalisers are ignored
                 return
             count[0] += 1
             if count[0] == nth:
@@ -71,7 +76,7 @@ def places(kind, count):
 
 
 def counted(kind):
-    return [places(kind, 40), pytest.param(places(kind, 400), marks=pytest.mark.thorough)]
+    return [places(kind, 12), pytest.param(places(kind, 400), marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize("numbers", counted("worker"), ids=len)
@@ -94,6 +99,7 @@ def test_worker_that_dies_ends_the_batch_with_its_error(model, expected, bang, n
         assert died or len(done) == len(WORDS), nth
         assert count[0] >= nth, nth
         assert not [thread for thread in threading.enumerate() if thread.name == "tformer-worker"], nth
+        gc.collect()  # an error that is dropped may keep buffers alive
         assert model.memory()["used_bytes"] == model.budget.reserved_bytes == 0, nth
     assert [model.generate(word).token_ids for word in WORDS] == expected
 
@@ -116,5 +122,6 @@ def test_requests_of_an_async_model_end_with_the_error_of_its_thread(model, expe
                 assert "Bang: in " in str(outcome), (nth, outcome)
             else:
                 assert outcome.token_ids == ids, nth
+        gc.collect()  # an error that is dropped may keep buffers alive
         assert model.memory()["used_bytes"] == model.budget.reserved_bytes == 0, nth
     assert [model.generate(word).token_ids for word in WORDS] == expected

@@ -102,6 +102,16 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
     return type(error)(error.reason, input_number)
 
 
+def typed_memory_error(error: BaseException) -> BaseException:
+    """Return the OutOfMemoryError for a MemoryError of Python or numpy, and any other error itself."""
+    if not isinstance(error, MemoryError):
+        return error
+    reason = f" ({str(error).strip()[:MAX_QUOTED_CHARS]})" if str(error).strip() else ""
+    typed = OutOfMemoryError(f"there is not enough memory{reason}: give shorter inputs, or fewer at once")
+    typed.__cause__ = error
+    return typed
+
+
 def error_summary(error: BaseException) -> str:
     """Return the error's type and the first line of its text."""
     text = next((row.strip() for row in str(error).splitlines() if row.strip()), "")

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import click
 
-from tformer_runtime.base.errors import OutputError, TformerError, error_summary
+from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -53,7 +53,7 @@ def errors_as_sentences(
             sys.exit(1)
         _fail(command, f"the results cannot be written: {refused.strerror}", error, 1, verbose)
     except MemoryError as error:
-        _fail(command, f"there is not enough memory ({error_summary(error)})", error, 1, verbose)
+        _fail(command, str(typed_memory_error(error)), error, 1, verbose)
     except Exception as error:
         _fail(command, _unforeseen(command, error), error, 1, verbose)
 

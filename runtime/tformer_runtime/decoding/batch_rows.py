@@ -142,11 +142,11 @@ class EngineStarter:
         return rows, np.concatenate(logits)
 
     def _read(self, state: State, tasks: Sequence[SequenceTask]) -> tuple[EngineBatch, F32]:
-        rows = EngineBatch(self._engine, state)
         try:
+            rows = EngineBatch(self._engine, state)
             return rows, self._read_prompts(rows, tasks)
         except BaseException:  # whose traceback would keep the rows alive
-            rows.release()
+            state.release()
             raise
 
     def _read_prompts(self, rows: EngineBatch, tasks: Sequence[SequenceTask]) -> F32:

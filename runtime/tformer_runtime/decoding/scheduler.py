@@ -18,7 +18,7 @@ import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Ints
-from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError
+from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError, typed_memory_error
 from tformer_runtime.decoding.beam_search import BeamSearch
 from tformer_runtime.decoding.row_placement import is_identity, place_rows
 from tformer_runtime.decoding.sampling import Guess
@@ -158,7 +158,15 @@ class Scheduler:
         The model reads the tokens of the step before, and the next tokens are chosen. poll: called between the two, to
         submit and cancel tasks that changed while the model was running. If no task runs because other requests hold
         the memory, the step waits for memory, or does nothing (`MemoryShare.blocking`).
+        Raise OutOfMemoryError if the system refuses memory.
         """
+        try:
+            return self._step(poll)
+        except MemoryError as error:
+            raise typed_memory_error(error) from error
+
+    def _step(self, poll: Callable[[], object] | None) -> list[SequenceTask]:
+        """Step as `step` says."""
         self._remove_ended()
         if self._tokens is not None:
             self._run_model()
@@ -191,6 +199,7 @@ class Scheduler:
         """End every task with an error, after a step that raised it. Tasks that were finished before keep
         their result.
         """
+        error = typed_memory_error(error)
         tasks = list(self._unreturned)
         self._unreturned.clear()
         for task in tasks:
@@ -315,7 +324,7 @@ class Scheduler:
             rows, logits = self.starter.begin(tasks)
         except Exception as error:
             if len(tasks) == 1:
-                tasks[0].error = error
+                tasks[0].error = typed_memory_error(error)
                 return
             for task in tasks:  # so that only the task with the error fails
                 self._begin([task])

@@ -210,10 +210,16 @@ class Engine:
         encoder_context = EncoderContext(
             self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context
         )
-        state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted, adapters)
-        if repeat != 1:
-            self.reorder(state, np.repeat(np.arange(rows), repeat))
-        return state
+        try:
+            state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted, adapters)
+            if repeat != 1:
+                self.reorder(state, np.repeat(np.arange(rows), repeat))
+            return state
+        except BaseException:  # whose traceback would keep the buffers alive
+            for buffers in (encoder_context, cache, shortlisted):
+                if buffers is not None:
+                    buffers.release()
+            raise
 
     def _encode_items(
         self, requests: Mapping[str, Sequence[Array]], adapters: Ints | None, rows: int, extras: Sequence[str]

@@ -113,6 +113,7 @@ class MemoryShare:
         self.budget, self.persistent, self.blocking = budget, persistent, blocking
         self.reserved_bytes = 0
         self.used_bytes = 0
+        self._has_ended = False  # the batch has ended, and a stored error may keep some of its buffers alive
         self.thread: int | None = None
         self.waiting_together: Collection[MemoryShare] = ()
 
@@ -149,6 +150,7 @@ class MemoryShare:
                     self.withdraw()
                     raise
             self.withdraw()
+            self._has_ended = False
             self._set_reserved(nbytes)
             return True
 
@@ -175,11 +177,15 @@ class MemoryShare:
         if nbytes:
             with self.budget.changed:
                 self._set_used(self.used_bytes - nbytes)
-                if self.persistent:
+                if self.persistent or self._has_ended:
                     self._set_reserved(self.used_bytes)
 
     def release_reservation(self) -> None:
-        """Reduce the reservation to the used bytes, which are 0 after the end of a batch."""
+        """Reduce the reservation to the used bytes, which are 0 after the end of a batch.
+
+        After an error its traceback may keep buffers alive. Their bytes are released with them.
+        """
+        self._has_ended = True
         if self.reserved_bytes > self.used_bytes:
             with self.budget.changed:
                 self._set_reserved(self.used_bytes)
