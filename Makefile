@@ -5,6 +5,7 @@
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
 # make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
+# make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
 # make hooks        run lint and type checks before each commit (pre-commit)
 # make docs         build the documentation in build/site; broken links are errors
 # make docs-check   run the examples of the documentation and compare their output
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough fuzz check hooks docs docs-check evaluate bench wild wild-repositories clean
+.PHONY: help demo test test-avx2 thorough fuzz check audit hooks docs docs-check evaluate bench wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -73,6 +74,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+audit:
+	$(PYTHON) .ci/audit
 
 hooks: $(READY)
 	$(BIN)/pre-commit install
@@ -134,4 +138,4 @@ wild-repositories: .venv-wild/.ready
 	cd tests && ../.venv-wild/bin/python -m wild_packages --repositories ../build/repositories
 
 clean:
-	rm -rf build .venv .venv-genai .venv-optimum .venv-wild
+	rm -rf build .venv .venv-audit .venv-genai .venv-optimum .venv-wild
