@@ -27,11 +27,12 @@ from tformer_export.sources import Source
 from tformer_export.staging.difference_locator import DifferenceLocator
 from tformer_export.verify.draws import InputDraws
 from tformer_export.verify.forecasts import check_forecasts
+from tformer_export.verify.long_row import affordable_row, longest_length
 from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_export.verify.ruler import logit_differences, number_differences
 from tformer_export.verify.teacher_forcing import by_name, decode_greedily, run_case
 from tformer_export.verify.torch_reference import rounded_weights
-from tformer_runtime.base.errors import ParityError
+from tformer_runtime.base.errors import InputError, ModelFileError, ParityError, UnsupportedModelError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.dtypes import to_numeric
@@ -44,6 +45,7 @@ GREEDY_STEPS = 12
 LONG_SOURCE = 96
 RAGGED_ROWS = "ragged rows"
 ADAPTERS = "a row for each adapter"
+LONG_ROW = "a long row"
 RAGGED_LENGTHS = (6, 11, 2, 8)  # lengths of rows that run together
 ITEMS = (2, 0, 1, 3)  # items with placeholders, such as pictures, of the rows of a case
 MAX_CHECKED_LENGTH = 1024  # tokens of the longest compared prompt; tables beyond are proven but not run
@@ -110,6 +112,7 @@ class ParityGate(InputDraws):
         report = ParityReport()
         if self.source.step_input is None:
             self._check_single_pass(engine, report)
+            self._check_long_row(engine, report)
             if self.series is not None:
                 check_forecasts(self, engine, report)
             return report
@@ -210,6 +213,29 @@ class ParityGate(InputDraws):
         report.extras = {name: max(error, ragged_report.extras.get(name, 0.0)) for name, error in report.extras.items()}
         report.relative_error = max(report.relative_error, ragged_report.relative_error)
 
+    def _check_long_row(self, engine: Engine, report: ParityReport) -> None:
+        """Compare a single-pass model on a row of its greatest length, or of the greatest that costs little.
+
+        Half precision is compared on short rows alone: the computation is that of the file before it was rounded.
+        """
+        if self.locator is None or self.tolerance != TOLERANCE:
+            return
+        names = {name: value for name, value in self.source.example.items() if name not in self.source.masks}
+        length = longest_length(self.inputs, names)
+        row = affordable_row(self.locator.captured, length, max(RAGGED_LENGTHS), self.draw_request)
+        if row is None:
+            return
+        try:
+            self._run_requests(engine, LONG_ROW, (length,), [row], report)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}; or set the greatest length of the file (max_length)") from error
+        except (InputError, ModelFileError) as error:
+            sizes = ", ".join(f"{name} {value.shape}" for name, value in row.items())
+            raise ParityError(
+                f"the exported model cannot run a row of these sizes, as its source does: {sizes} ({error}); no file "
+                "was written: set the greatest length of the file (max_length)"
+            ) from error
+
     def _run_rows(
         self,
         engine: Engine,
@@ -218,15 +244,27 @@ class ParityGate(InputDraws):
         report: ParityReport,
         others: Sequence[Sequence[np.ndarray]] = (),
     ) -> list[list[np.ndarray]]:
-        """Compare the outputs of a single-pass model, for rows of these lengths together.
+        """Compare the outputs of a single-pass model, for drawn rows of these lengths together.
 
         others: the expected outputs of further rows. Return those of these rows.
         """
         requests = [self.draw_request(length) for length in lengths]
+        return self._run_requests(engine, case, lengths, requests, report, others)
+
+    def _run_requests(
+        self,
+        engine: Engine,
+        case: str,
+        lengths: Sequence[int],
+        requests: list[dict[str, np.ndarray]],
+        report: ParityReport,
+        others: Sequence[Sequence[np.ndarray]] = (),
+    ) -> list[list[np.ndarray]]:
+        """Compare the outputs of a single-pass model for these requests together, as `_run_rows`."""
+        expected_outputs = [self.reference.outputs(request, None) for request in requests]
         names = [extra.name for extra in engine.manifest.extras]
         outputs = engine.encode(by_name(requests) or {}, len(requests), names)
         values = {name: value.numpy() for name, value in outputs.items()}
-        expected_outputs = [self.reference.outputs(request, None) for request in requests]
         errors = []
         for row, (length, outputs_of_row) in enumerate(zip(lengths, expected_outputs, strict=True)):
             for number, (spec, expected) in enumerate(zip(engine.manifest.encoded, outputs_of_row, strict=True)):
