@@ -25,7 +25,7 @@ from tformer_export.common.task import Task
 from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, OutputError, TformerError
 from tformer_runtime.base.extras import import_onnxruntime
-from tformer_runtime.cli.errors import errors_as_sentences
+from tformer_runtime.cli.errors import TERMINATED, errors_as_sentences
 
 if TYPE_CHECKING:  # both take longer to import than --help takes
     from tformer_export.report import ExportReport
@@ -503,5 +503,5 @@ def _tokenizer(tokenizer: Path) -> str:
 
 def main() -> None:
     """Run the command. SIGTERM ends it with status 143, after unfinished files are removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     command()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tformer_export.common.source_lines import line_of_error
-from tformer_runtime.base.errors import TformerError, UnsupportedModelError, error_summary
+from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError, error_summary
+from tformer_runtime.cli.errors import TERMINATED
 
 
 def peak_memory() -> int:
@@ -54,4 +55,18 @@ def unexpected_errors(clock: PhaseClock) -> Iterator[None]:
         raise UnsupportedModelError(
             f"the export failed in its phase {clock.latest!r}, at {line_of_error(error)}: {error_summary(error)}. This "
             "model was not foreseen: report the traceback (--verbose, or the cause of this error)"
+        ) from error
+
+
+@contextmanager
+def exits_refused() -> Iterator[None]:
+    """Raise SourceError, as one sentence, if the model's code ends the program. The end of a command passes."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == TERMINATED:
+            raise
+        raise SourceError(
+            f"the model's code ends the program (SystemExit: {error.code}), at {line_of_error(error)}: let it raise an "
+            "error, or leave out the call"
         ) from error

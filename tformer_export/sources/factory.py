@@ -28,6 +28,7 @@ from tformer_export.sources.hugging_face.folder import from_transformers, is_tra
 from tformer_export.sources.state_dict import read_weights
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.cli.errors import TERMINATED
 
 # Arguments of `export` that a factory may return with its module and example: how the module is called, and the others.
 CALL_OPTIONS = {"step_input", "masks", "axes", "fixed_arguments", "output", "head"}
@@ -81,6 +82,8 @@ def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
     try:
         return make(**arguments)
     except (Exception, SystemExit) as error:  # user code: whatever it raises means that there is nothing to export
+        if isinstance(error, SystemExit) and error.code == TERMINATED:
+            raise
         raise SourceError(f"the factory {spec} failed: {type(error).__name__}: {error}") from error
 
 

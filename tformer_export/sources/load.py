@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tformer_export.common.checkpoint import load_checkpoint
+from tformer_export.common.clock import exits_refused
 from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
@@ -67,7 +68,8 @@ def load_source(
     """
     text = find_source(spec, revision, factory)
     try:
-        return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, picture_size)
+        with exits_refused():
+            return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, picture_size)
     except TformerError:
         raise
     except Exception as error:  # a damaged file leads the code that reads it into any error

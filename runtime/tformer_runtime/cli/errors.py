@@ -15,7 +15,7 @@ import click
 
 from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
 
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 @contextlib.contextmanager
