@@ -19,6 +19,7 @@ from typing import TextIO
 
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
+from tformer_runtime.base.special_files import check_output_name
 
 if sys.platform != "win32":
     import fcntl
@@ -29,6 +30,7 @@ _RANDOM_PART = re.compile("[a-z0-9_]{8}")  # of the name of a folder of tempfile
 
 def check_writable(out: Path, force: bool) -> None:
     """Raise OutputError if the file cannot be written, or if it exists and `force` is not set."""
+    check_output_name(out)
     if out.exists() and not force:
         raise OutputError(f"{out} exists: give --force (force=True) to overwrite it, or another path")
     if data_file(out).exists() and not force:

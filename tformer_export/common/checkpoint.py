@@ -42,6 +42,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 from tformer_export.common.task import Task
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.special_files import check_output_name
 from tformer_runtime.base.whole_files import replaced_file
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def save_whole(content: Mapping[str, Any], path: Path) -> None:
     """
     import torch
 
+    check_output_name(path)
     with replaced_file(path) as file:
         checked = _FirstError(file)
         torch.save(content, cast(IO[bytes], checked))

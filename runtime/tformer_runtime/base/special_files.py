@@ -1,10 +1,15 @@
-"""Files that are no files: their reading may wait for ever, or never end."""
+"""Files that cannot be read or written: what is no file, whose reading may never end, and names that are too long."""
 
 from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
+from tformer_runtime.base.errors import OutputError
+
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # of the file systems of Linux, macOS and Windows, and of Linux
+UNFINISHED_BYTES = 24  # that the name of an unfinished file has in addition, such as .NAME.4194304.part
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -19,3 +24,16 @@ def special_kind(path: str | os.PathLike[str]) -> str | None:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except (OSError, ValueError):  # its opening tells why
         return None
+
+
+def check_output_name(path: Path) -> None:
+    """Raise OutputError for a file whose name is too long, itself or with the ending that it has until it is whole."""
+    name, whole = len(os.fsencode(path.name)), len(os.fsencode(path))
+    longest, longest_path = MAX_NAME_BYTES - UNFINISHED_BYTES, MAX_PATH_BYTES - UNFINISHED_BYTES
+    if name > longest:
+        raise OutputError(
+            f"the file name {path.name[:24]}… has {name} bytes: give one of at most {longest}, because an unfinished "
+            "file has a longer one"
+        )
+    if whole > longest_path:
+        raise OutputError(f"the path {str(path)[:24]}… has {whole} bytes: give one of at most {longest_path}")

@@ -25,6 +25,7 @@ from tformer_runtime.base.errors import (
     TformerError,
     with_input_number,
 )
+from tformer_runtime.base.special_files import check_output_name
 from tformer_runtime.base.whole_files import replaced_file
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.model import Model
@@ -127,6 +128,7 @@ class HeatMapWriter:
             heat_map(path, result.cross_attentions, *model.labels(value, result))
 
     def _check_absent(self, path: Path) -> None:
+        check_output_name(path)
         if path.exists() and not self._force:
             raise OutputError(f"{path} exists already: give --force to overwrite it")
 

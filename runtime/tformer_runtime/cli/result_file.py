@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from tformer_runtime.base.errors import OutputError, quotable
+from tformer_runtime.base.special_files import check_output_name
 
 if sys.platform != "win32":
     import fcntl
@@ -90,6 +91,7 @@ class ResultFile:
         header: from a number of inputs to the bytes before their results, of one length for any number.
         Raise OutputError for a file that may not be overwritten, or that this run cannot resume.
         """
+        check_output_name(path)
         if path.exists() and not path.is_file():
             raise OutputError(f"{path} is not a regular file: give the name of a new or regular file to --output-file")
         self._path = path
