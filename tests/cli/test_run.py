@@ -247,6 +247,24 @@ def test_progress_is_shown_only_on_a_terminal(path, tmp_path):
     assert quiet.stderr == "device: cpu\n"
 
 
+def test_progress_is_shown_where_results_go_to_a_file(path, tmp_path):
+    """Both outputs are a terminal, as in a shell; results on it would be written into the bar."""
+    (tmp_path / "in").write_text("\n".join(WORDS * 20))
+
+    def shown(*arguments):
+        controller, terminal = pty.openpty()
+        command = [*PROGRAM, path, *SHORT, "--input-file", str(tmp_path / "in"), *arguments]
+        subprocess.run(command, stdout=terminal, stderr=terminal, check=True)
+        os.close(terminal)
+        text = os.read(controller, 65536).decode()
+        os.close(controller)
+        return text
+
+    assert " inputs" in shown("--output-file", str(tmp_path / "out"))
+    assert len((tmp_path / "out").read_text().splitlines()) == 80
+    assert " inputs" not in shown()
+
+
 def test_terminal_without_input_exits_with_status_2(path):
     controller, terminal = pty.openpty()
     result = subprocess.run([*PROGRAM, path], stdin=terminal, capture_output=True, text=True, check=False)

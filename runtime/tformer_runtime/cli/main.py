@@ -246,7 +246,8 @@ def _progress(
     lines: InputLines | tuple[str, ...], finished: int, job: Job, options: RunOptions
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Return a progress bar for a long input, if standard error is a terminal that does not show the results too."""
-    hidden = job.streams or options.quiet or not sys.stderr.isatty() or sys.stdout.isatty()
+    shows_results = options.output_file is None and sys.stdout is not None and sys.stdout.isatty()
+    hidden = job.streams or options.quiet or not sys.stderr.isatty() or shows_results
     if hidden or not isinstance(lines, InputLines):
         return contextlib.nullcontext(lambda: None)
     return progress_bar(lines, finished)
