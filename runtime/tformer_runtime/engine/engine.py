@@ -99,6 +99,11 @@ class Engine:
             raise ModelFileError(f"{self.session.path}: {error}") from error
         if shortlist.vocabulary != self.decode.logits.shape[-1]:
             raise ModelFileError(f"{self.session.path}: the file's shortlist is of another vocabulary: export it again")
+        sources = [
+            spec.name for spec in (self.manifest.encode.inputs if self.manifest.encode else ()) if spec.role == "ids"
+        ]
+        if not {*shortlist.tables} <= {*sources}:
+            raise ModelFileError(f"{self.session.path}: the file's shortlist is of other inputs: export it again")
         return shortlist
 
     def encode(

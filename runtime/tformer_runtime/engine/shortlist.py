@@ -24,10 +24,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Array, Ints
-from tformer_runtime.base.errors import MemoryBudgetError, ModelFileError
+from tformer_runtime.base.errors import MemoryBudgetError, ModelFileError, error_summary
 from tformer_runtime.engine.memory_budget import MemoryShare
 
 SHORTLIST_KEY = "tformer.shortlist"  # of the file's metadata
+MAX_UNPACKED_BYTES = 1 << 29  # of all tables; a small compressed archive could fill the memory
 MAX_CANDIDATE_SHARE = 1 / 8  # of all columns; if the candidates are more, gathering them saves no time
 MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its share is greater
 MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
@@ -86,12 +87,36 @@ class Shortlist:
         import zipfile
 
         try:
-            with np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False) as arrays:
+            file = io.BytesIO(base64.b64decode(text, validate=True))
+            with zipfile.ZipFile(file) as archive:
+                if sum(entry.file_size for entry in archive.infolist()) > MAX_UNPACKED_BYTES:
+                    raise ValueError("its tables are too large")
+            with np.load(file, allow_pickle=False) as arrays:
                 names = [name.removeprefix("ids/") for name in arrays.files if name.startswith("ids/")]
                 tables = {name: (arrays[f"starts/{name}"], arrays[f"ids/{name}"]) for name in names}
-                return cls(int(arrays["vocabulary"]), arrays["common"], tables)
-        except (ValueError, KeyError, OSError, EOFError, zlib.error, binascii.Error, zipfile.BadZipFile) as error:
-            raise ModelFileError("the file's shortlist is damaged: export the model again") from error
+                shortlist = cls(int(arrays["vocabulary"]), arrays["common"], tables)
+            shortlist._check()
+        except (ValueError, TypeError, KeyError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+            raise _damaged(error) from error
+        except (zlib.error, binascii.Error, zipfile.BadZipFile, OverflowError) as error:
+            raise _damaged(error) from error
+        return shortlist
+
+    def _check(self) -> None:
+        """Raise ValueError for arrays of another form: a stranger may have written them."""
+        ids: list[Array] = [self.common, *(ids for _, ids in self.tables.values())]
+        starts: list[Array] = [starts for starts, _ in self.tables.values()]
+        if any(array.ndim != 1 or array.dtype.kind != "i" for array in (*ids, *starts)):
+            raise ValueError("its tables are no lists of ids")
+        if any(len(array) and not 0 <= array.min() <= array.max() < self.vocabulary for array in ids):
+            raise ValueError("its tables hold ids outside the vocabulary")
+        for begin, (_, listed) in zip(starts, self.tables.values(), strict=True):
+            if not len(begin) or begin[0] < 0 or begin[-1] > len(listed) or (np.diff(begin) < 0).any():
+                raise ValueError("its tables do not follow each other")
+
+
+def _damaged(error: Exception) -> ModelFileError:
+    return ModelFileError(f"the file's shortlist is damaged ({error_summary(error)}): export the model again")
 
 
 class Candidates:

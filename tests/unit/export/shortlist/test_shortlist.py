@@ -376,5 +376,35 @@ def test_damaged_table_is_refused():
     assert restored.candidates({"src": np.array([0])}, [7]).tolist() == [1, 3, 4, 5, 7]
     assert restored.candidates({"src": np.array([1, 8])}).tolist() == [1, 5]
     for damaged in (text[:-40], "?", "AAAA"):
-        with pytest.raises(ModelFileError, match="shortlist is damaged: export the model again"):
+        with pytest.raises(ModelFileError, match=r"shortlist is damaged \(.*\): export the model again"):
             runtime.Shortlist.from_text(damaged)
+
+
+@pytest.mark.parametrize(
+    ("common", "starts", "ids", "message"),
+    [
+        ([1, 9], [0, 2, 2], [3, 4], "ids outside the vocabulary"),
+        ([1, -1], [0, 2, 2], [3, 4], "ids outside the vocabulary"),
+        ([1, 5], [0, 2, 2], [3, 9], "ids outside the vocabulary"),
+        ([1, 5], [0, 3, 3], [3, 4], "do not follow each other"),
+        ([1, 5], [2, 0, 2], [3, 4], "do not follow each other"),
+        ([1, 5], [], [3, 4], "do not follow each other"),
+        ([1.0, 5.0], [0, 2, 2], [3, 4], "no lists of ids"),
+        ([[1], [5]], [0, 2, 2], [3, 4], "no lists of ids"),
+        ([1, 5], [0, 2, 2], [[3, 4]], "no lists of ids"),
+    ],
+)
+def test_impossible_tables_are_refused(common, starts, ids, message):
+    starts = np.array(starts, np.int64)
+    text = runtime.Shortlist(9, np.array(common), {"src": (starts, np.array(ids))}).to_text()
+    with pytest.raises(ModelFileError, match=message):
+        runtime.Shortlist.from_text(text)
+
+
+def test_tables_that_unpack_to_more_than_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "MAX_UNPACKED_BYTES", 10_000)
+    zeros = np.zeros(100_000, np.int64)
+    text = runtime.Shortlist(9, zeros, {}).to_text()
+    assert len(text) < 10_000
+    with pytest.raises(ModelFileError, match="too large"):
+        runtime.Shortlist.from_text(text)
