@@ -157,7 +157,7 @@ def test_forced_prefix_is_ids_with_ids_flag(path, model):
         (["--num-beams", "0"], "--num-beams must be a whole number of at least 1, not 0"),
         (["--num-beams", "2.0"], "--num-beams must be a whole number of at least 1, not '2.0'"),
         (["--top-p", "2"], "--top-p must be more than 0 and at most 1, not 2.0"),
-        (["--temperature", "nan"], "--temperature must be 0 or more, not nan"),
+        (["--temperature", "nan"], "--temperature must be 0, or a number of at least 1e-6, not nan"),
         (["--early-stopping", "yes"], "--early-stopping must be True, False or \"never\", not 'yes'"),
         (["--stop-strings", ""], "--stop-strings must be strings that are not empty, not ['']"),
         (["--suppress-tokens", "3;4"], "--suppress-tokens must be a sequence of token ids, not '3;4'"),
