@@ -76,7 +76,7 @@ def places(kind, count):
 
 
 def counted(kind):
-    return [places(kind, 12), pytest.param(places(kind, 400), marks=pytest.mark.thorough)]
+    return [places(kind, 12), pytest.param(places(kind, 100), marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize("numbers", counted("worker"), ids=len)
