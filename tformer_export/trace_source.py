@@ -218,7 +218,7 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
 
     `if not torch.compiler.is_compiling() and (ids == 7).any(): …` is a shortcut in many models, which changes no
     result. It is tried with the ids with which the code compares. Cost: a run of forward; if it reads numbers, three
-    more; if they are of data, one of the graph and of forward for each of these ids.
+    more; if they are of data, two of the graph and of forward for each of these ids.
     """
     try:
         with restored(source.module), NoteReads() as reads:
@@ -233,8 +233,8 @@ def _refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
     draws = with_facts(_input_draws(source), recording)
     sizes = [graph.example[group[0][0]].shape[group[0][1]] for group in draws.groups]
     for number in sorted({*asked_ids([recording], draws), *draws.paddings}):
-        inputs = replace(draws, asked=number).draw(sizes, DataKind(False))
-        if not gives(graph, source, inputs):
+        of_number = replace(draws, asked=number)
+        if not all(gives(graph, source, of_number.draw(sizes, DataKind(False), seed)) for seed in (0, 1)):
             raise UnsupportedModelError(
                 f"forward computes something else while it is traced, or it lets data decide, at {reads.places[0]}. A "
                 "file takes the same course for all inputs: choose with torch.where or a mask, or remove the check"

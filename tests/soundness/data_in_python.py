@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from soundness.models import RARE, Decoder, ids, suspect
@@ -105,3 +107,122 @@ class Segments(Decoder):
 class CountsByPython(Decoder):
     def change(self, x, ids):
         return x * (1 + ids[0].tolist().count(RARE))
+
+
+TEXTS = {str(RARE): True}
+
+
+@suspect(ROWS)
+class ComparesText(_Louder):
+    def asks(self, ids):
+        return f"{ids[0, 0].item()}" == "47"
+
+
+@suspect(ROWS)
+class LooksUpText(_Louder):
+    def asks(self, ids):
+        return TEXTS.get(str(int(ids[0, 0])), False)
+
+
+@suspect(ROWS)
+class LooksUpRepresentation(_Louder):
+    def asks(self, ids):
+        return {"47": True}.get(repr(ids[0, -1].item()), False)
+
+
+@suspect(ROWS)
+class ComparesFormatted(_Louder):
+    def asks(self, ids):
+        return format(ids[0, 0].item(), "03d") == "047"
+
+
+@suspect(ROWS)
+class ComparesHexadecimal(_Louder):
+    def asks(self, ids):
+        return hex(ids[0, 0].item()) == "0x2f"
+
+
+@suspect(ROWS)
+class FindsTextOfAList(_Louder):
+    def asks(self, ids):
+        return "47" in str(ids[0].tolist())
+
+
+@suspect(ROWS)
+class FindsJoinedText(_Louder):
+    def asks(self, ids):
+        return "47" in " ".join(map(str, ids[0].tolist()))
+
+
+@suspect(ROWS)
+class FormatsATensor(_Louder):
+    def asks(self, ids):
+        return f"{ids[0, 0]}" == "47"
+
+
+@suspect(ROWS)
+class FindsTextOfATensor(_Louder):
+    def asks(self, ids):
+        return "47" in str(ids)
+
+
+@suspect(ROWS)
+class FindsRepresentationOfATensor(_Louder):
+    def asks(self, ids):
+        return "47" in repr(ids[0, :4])
+
+
+@suspect(ROWS)
+class ComparesACharacter(_Louder):
+    def asks(self, ids):
+        return chr(ids[0, 0].item()) == "/"
+
+
+@suspect(ROWS)
+class ComparesACharacterOfAList(_Louder):
+    def asks(self, ids):
+        return "/" in "".join(chr(i) for i in ids[0].tolist())
+
+
+@suspect(ROWS)
+class ComparesBytes(_Louder):
+    def asks(self, ids):
+        return b"/" in bytes(ids[0].tolist())
+
+
+@suspect(ROWS)
+class ReadsJson(_Louder):
+    def asks(self, ids):
+        return "47" in json.dumps(ids[0].tolist())
+
+
+@suspect(ROWS)
+class ComparesTextOfASum(_Louder):
+    """No single number is the one of the text."""
+
+    def asks(self, ids):
+        return str(ids[0, 0].item() + 53) == "100"
+
+
+@suspect(ROWS)
+class EndsOfText(_Louder):
+    def asks(self, ids):
+        return str(ids[0, 0].item()).endswith("47")
+
+
+@suspect(ROWS)
+class ComparesTextOfAFloat(_Louder):
+    def asks(self, ids):
+        return f"{ids[0, 0].float().item():.1f}" == "47.0"
+
+
+@suspect(ROWS)
+class TextsOfAnArray(_Louder):
+    def asks(self, ids):
+        return "47" in str(ids.numpy())
+
+
+@suspect(ROWS)
+class BytesOfAnArray(_Louder):
+    def asks(self, ids):
+        return bytes([RARE, 0, 0, 0, 0, 0, 0, 0]) in ids.numpy().tobytes()

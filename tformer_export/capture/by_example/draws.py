@@ -37,7 +37,7 @@ class InputDraws:
     masks: inputs that follow from the lengths of another input.
     paddings: the ids that may be padding: that of the model, and the ids with which it compares its ids.
     vocabulary: input → number of its ids, where it is known.
-    asked: an id that is drawn often, besides others.
+    asked: an id that is drawn often, besides others. Of two draws with the seeds 0 and 1, one has it at each position.
     fills_one_row: whether a row of each padded batch has no padding, as models need that read `lengths.max()`.
     """
 
@@ -69,7 +69,7 @@ class InputDraws:
                 if (name, axis) in size_of:
                     value = value.index_select(axis, torch.arange(size_of[name, axis]) % value.shape[axis])
             if name in self.vocabulary:
-                value = self._ids(name, value, generator)
+                value = self._ids(name, value, generator, seed)
                 if kind.scattered and kind.padding is not None:
                     value[torch.rand(value.shape, generator=generator) < SCATTERED] = kind.padding
             if value.dim() >= 2 and (name, 0) in size_of and (name, 1) in size_of:
@@ -82,12 +82,13 @@ class InputDraws:
                 drawn[name] = mask.build(keeps[mask.of], {}, padded=kind.padded)
         return drawn
 
-    def _ids(self, name: str, value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _ids(self, name: str, value: torch.Tensor, generator: torch.Generator, seed: int) -> torch.Tensor:
         """Return random ids other than padding."""
         ids = [i for i in range(self.vocabulary[name]) if i not in self.paddings] or [0]
         drawn = torch.tensor(ids)[torch.randint(len(ids), value.shape, generator=generator)].to(value.dtype)
         if self.asked is not None and 0 <= self.asked < self.vocabulary[name]:
-            drawn[torch.rand(value.shape, generator=generator) < OFTEN] = self.asked
+            of_pair = torch.Generator().manual_seed(seed // 2)
+            drawn[(torch.rand(value.shape, generator=of_pair) < OFTEN) == (seed % 2 == 0)] = self.asked
         return drawn
 
     def _keep(self, name: str, value: torch.Tensor, kind: DataKind, generator: torch.Generator) -> torch.Tensor:

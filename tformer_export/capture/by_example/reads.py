@@ -33,7 +33,8 @@ _SCALARS: dict[Any, type | None] = {
 _COMPARISONS = {torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
 _ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
 _OTHER_READS: set[Any] = {
-    *_ARRAYS, torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.Tensor.__format__, torch.Tensor.nonzero,
+    *_ARRAYS, torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.Tensor.nonzero,
+    torch.Tensor.__format__, torch.Tensor.__repr__,
     torch.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.masked_select, torch.Tensor.masked_select,
     torch.unique, torch.Tensor.unique, torch.bincount, torch.Tensor.bincount,
 }  # fmt: skip

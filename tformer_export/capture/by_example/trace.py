@@ -186,9 +186,9 @@ class _Tracer:
             sizes = 1, *[length * self.unit] * (len(fewer) - 1)
             if self._run(sizes, kind) and not agree(self.module, rebuilt, self._draw(sizes, kind)):
                 raise WrongAtSizesError(f"other operations run at a length of {length}", sizes)
+        check_asked_ids(self.module, rebuilt, self.draws, recordings, fewer)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
-            check_asked_ids(self.module, rebuilt, self.draws, recordings, fewer)
             of_course = [self._record(fewer, self.draws.kinds[-1], seed) for seed in range(self._course_runs)]
             shortest = [
                 record(self.module, self._draw((1, *[self.unit] * (len(fewer) - 1)), kind, i)) for i in range(2)
