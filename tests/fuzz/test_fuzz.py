@@ -9,10 +9,6 @@ from fuzz.target import CORPUS, RESULT, Target, outcome_of
 from fuzz.targets import TARGETS
 
 CASES = {"checkpoint": 60, "graph": 60, "command": 60}  # of targets whose cases take longer than a few milliseconds
-PENDING = {  # findings that are not mended: remove an entry with its last one
-    "manifest": "the types of fields in the manifest are not checked",
-    "constraint": "_strings of constraints.py recurses as deeply as the schema",
-}
 MANY_SECONDS = 600.0  # no limit in practice: the number of cases is one
 
 
@@ -20,13 +16,7 @@ def told(report: Report) -> list[str]:
     return [f"{f.place}\n{f.text}\n{f.case[:2000]!r}" for f in report.findings.values()]
 
 
-def targets():
-    for name in TARGETS:
-        marks = [pytest.mark.xfail(reason=PENDING[name], strict=True)] if name in PENDING else []
-        yield pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", targets())
+@pytest.mark.parametrize("name", TARGETS)
 def test_cases_of_the_corpus_and_new_ones_end_in_a_result_or_a_sentence(name):
     cases = CASES.get(name, 150)
     report = run_target(name, seed=0, cases=cases, seconds=MANY_SECONDS)

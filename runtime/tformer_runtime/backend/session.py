@@ -108,14 +108,16 @@ class Session:
     def _check_graph(self) -> None:
         """Raise ModelFileError if the graph has other tensors than the manifest describes."""
         stages = [session for name, session in self._sessions.items() if name != "top_logits"]
-        inputs, outputs = (
-            {v.name: (_dtype(v.type), _shape(v)) for session in stages for v in getattr(session, kind)()}
-            for kind in ("get_inputs", "get_outputs")
-        )
         try:
+            inputs, outputs = (
+                {v.name: (_dtype(v.type), _shape(v)) for session in stages for v in getattr(session, kind)()}
+                for kind in ("get_inputs", "get_outputs")
+            )
             check_graph(self.manifest, inputs, outputs)
         except ModelFileError as error:
             raise ModelFileError(f"{self.path}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"{self.path} is damaged: a name in its graph is no text ({error})") from error
 
     @property
     def keeps_buffers(self) -> bool:
