@@ -226,7 +226,9 @@ class ParityGate(InputDraws):
         if row is None:
             return
         try:
-            self._run_requests(engine, LONG_ROW, (length,), [row], report)
+            # Roundings of sums over positions grow as the square root of their number.
+            allowed = self.tolerance * max(1.0, length / max(RAGGED_LENGTHS)) ** 0.5
+            self.with_tolerance(allowed)._run_requests(engine, LONG_ROW, (length,), [row], report)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}; or set the greatest length of the file (max_length)") from error
         except (InputError, ModelFileError) as error:
