@@ -26,6 +26,7 @@ from tformer_runtime.preprocess.vocabulary import Vocabulary, any_of, literal, v
 
 MAX_DEFINITION_BYTES = 1 << 20  # llguidance takes 110 bytes of memory and 0.5 µs for each; it bounds its steps itself
 MAX_GRAMMAR_SYMBOLS = 50_000  # of a schema with 5,000 properties, which takes 4 s; the time grows with their square
+MAX_REQUIRED_BYTES = 40  # that an error shows
 _TOO_DEEP = "the json_schema is nested too deeply"
 
 if TYPE_CHECKING:
@@ -155,12 +156,24 @@ class Guide:
         if matcher is None or matcher.is_error():
             reason = _reason(matcher.get_error()) if matcher else "it is over"
             return OptionError(f"the {self._grammar._kind} cannot be followed any further: {reason}")
-        required = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        required = _required_text(matcher, self._grammar._vocabulary)
         beginning = repr(required) if required else "what must come next"
         return OptionError(
             f"the {self._grammar._kind} has led to a text that the model's vocabulary cannot spell to its end: "
             f"no token begins {beginning}"
         )
+
+
+def _required_text(matcher: LLMatcher, vocabulary: Vocabulary) -> str:
+    """Return the text that must come next, up to MAX_REQUIRED_BYTES: llguidance's own search may never end."""
+    matcher, required = matcher.deep_copy(), bytearray()
+    while len(required) < MAX_REQUIRED_BYTES and not matcher.is_accepting():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        choices = np.flatnonzero(bits[vocabulary.size : vocabulary.size + 256])
+        if len(choices) != 1 or not matcher.consume_token(vocabulary.size + int(choices[0])):
+            break
+        required.append(int(choices[0]))
+    return required.decode("utf-8", "ignore")
 
 
 def _allowed(matcher: LLMatcher, vocabulary: Vocabulary) -> Bools:

@@ -18,6 +18,7 @@ from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
     InputError,
     MemoryBudgetError,
+    ModelFileError,
     OptionError,
     TformerError,
     UnsupportedCallError,
@@ -70,6 +71,11 @@ class Forecaster:
             )
         self.engine, self.series, self._budget = engine, series, budget or MemoryBudget()
         self._decoder_only = manifest.encode is None
+        forecast = manifest.decode.logits if manifest.decode is not None else manifest.encoded[0]
+        sizes = forecast.shape[2:] or (1,)  # one target has no axis
+        if isinstance(sizes[-1], int) and max(series.feedback) >= sizes[-1]:
+            reason = f"output {max(series.feedback)} of {sizes[-1]}"
+            raise ModelFileError(f"the series settings of the file are damaged ({reason}): export the model again")
 
     def steps(self, horizon: int | None) -> int:
         """Return the number of steps of a forecast. Raise OptionError for more steps than the model can decode."""
@@ -241,7 +247,8 @@ class Forecasting(BaseTask):
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
         series = SeriesPreprocessor.of(manifest)
-        assert series is not None
+        if series is None:
+            raise ModelFileError("the file forecasts, but does not say how it reads a series: export the model again")
         self.series = series
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -560,3 +560,11 @@ def test_hostile_definitions_end_in_a_sentence_or_work(name):
     except OptionError as error:
         sentence = str(error)
     assert len(sentence.splitlines()) == 1
+
+
+def test_endless_required_text_ends_in_a_sentence():
+    """After a only Z may follow, for ever, and the vocabulary has no Z."""
+    m = model(letters)
+    guide = m.grammar("grammar", 'start: /aZ+/ "Z"').start()
+    with pytest.raises(OptionError, match=f"no token begins '{'Z' * 40}'"):
+        m.walk(guide, 0)
