@@ -22,6 +22,7 @@ from typing import Any
 import onnx_ir as ir
 from torch.fx import Node
 
+from tformer_export.analysis.attention import fill_unseeing
 from tformer_export.analysis.attention_patterns import Recognition, recognise
 from tformer_export.analysis.attention_weights import AttentionSelection, add_attentions, add_cross_attentions
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
@@ -218,6 +219,8 @@ def analyse_model(
     unshift(graph)
     replace_hidden_wraps(graph)
     recognition = recognise(graph)
+    stepped = {node for node, level in binding_times(graph).items() if level is Level.STEP}
+    fill_unseeing(graph, recognition.fills, stepped, source.masks)
     keep_written_keys(graph)
     if cross_attentions is not None and cross_attentions is not False:
         add_cross_attentions(graph, cross_attentions)

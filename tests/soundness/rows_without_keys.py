@@ -198,3 +198,37 @@ class _MultiHead(nn.Module):
 @suspect(RARE_ROWS)
 class LayerSeesNoKey(_Blind):
     attends = _MultiHead
+
+
+@suspect(RARE_NUMBERS)
+class RowIsPadding(_AllHidden):
+    pass
+
+
+@suspect(RARE_NUMBERS)
+class RowIsPaddingByInfinity(_AllHidden):
+    attends = _ByNumber
+
+
+@suspect(RARE_NUMBERS)
+class RowIsPaddingOfALayer(_AllHidden):
+    attends = _MultiHead
+
+
+@suspect(RARE_NUMBERS)
+class GreatestOfHiddenKeys(_AllHidden):
+    """Zeros of a row without keys, and what `amax` and `sign` make of them."""
+
+    def forward(self, x):
+        y = self.attention(self.norm(x), self.hidden(x))
+        return self.head(x + y.amax(-1, keepdim=True) + y.sign())
+
+
+@suspect(RARE_NUMBERS)
+class SignOfHiddenKeysByHand(Encoder):
+    """NaN of a row without keys, and what `amax` and `sign` make of it."""
+
+    def forward(self, x):
+        large = x.abs().mean((1, 2)) > LARGE / 2
+        y = self.attention(self.norm(x), large[:, None, None, None])
+        return self.head(x + y.sign().nan_to_num(3.0) + y.amax(-1, keepdim=True).nan_to_num(5.0))

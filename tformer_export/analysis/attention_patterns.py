@@ -7,6 +7,7 @@ attention only looks back. Attention of any other form is not changed, and is st
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,10 +55,16 @@ _CUTS = {  # operations that move numbers, or put 0 in their place
 
 @dataclass(frozen=True)
 class Recognition:
-    """count: the number of attentions. others: for each other softmax over positions, its line and a reason."""
+    """The attentions of a graph.
+
+    count: their number.
+    others: for each other softmax over positions, its line and a reason.
+    fills: attention → the number that torch gives a query whose keys are all hidden.
+    """
 
     count: int
     others: tuple[str, ...]
+    fills: Mapping[Node, float] = field(default_factory=dict)
 
 
 class UnknownFormError(Exception):
@@ -86,7 +93,7 @@ def recognise(captured: CapturedGraph) -> Recognition:
             others.append(f"{describe_node(node)}: {reason}")
     captured.graph.eliminate_dead_code()
     captured.graph.lint()
-    return Recognition(count, tuple(others))
+    return Recognition(count, tuple(others), recogniser.fills)
 
 
 def _is_over_positions(node: Node) -> bool:
@@ -151,6 +158,13 @@ class _Recogniser:
     def __init__(self, captured: CapturedGraph) -> None:
         self.captured, self.graph = captured, captured.graph
         self._runs: tuple[Mapping[Node, Any], Mapping[Node, Any]] | None = None
+        self.fills: dict[Node, float] = {}
+
+    def _attend(self, make: NodeBuilder, fill: float, *args: Any) -> Node:
+        """Return an attention. fill: what a query gets whose keys are all hidden. args: of the operation."""
+        node = make(ATTENTION, *args)
+        self.fills[node] = fill
+        return node
 
     def from_sdpa(self, node: Node) -> None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -164,7 +178,7 @@ class _Recogniser:
             bias = make(aten.tril.default, ones)
         scale = by_name.get("scale")
         scale = float(meta(query).shape[-1]) ** -0.5 if scale is None else float(scale)
-        node.replace_all_uses_with(make(ATTENTION, query, key, value, bias, scale, 0.0))
+        node.replace_all_uses_with(self._attend(make, 0.0, query, key, value, bias, scale, 0.0))
 
     def from_softmax(self, softmax: Node) -> None:
         """Rewrite the attention around a softmax."""
@@ -205,17 +219,17 @@ class _Recogniser:
             heads, *others = (expression(meta(n).shape[1]) for n in (query, key, value))
             if len(set(others)) > 1 or others[0] not in (heads, 1):
                 raise UnknownFormError("its queries, keys and values have different numbers of heads")
-            result = make(ATTENTION, query, key, value, bias, *settings)
+            result = self._attend(make, math.nan, query, key, value, bias, *settings)
             return make(aten.transpose.int, result, 0, 1) if swapped else result
         rows = self._rows(query)
         if rows.times == 1:
             query, key, value = (make(aten.unsqueeze.default, n, 1) for n in (query, key, value))
             bias = make(aten.unsqueeze.default, bias, 1) if bias is not None and meta(bias).dim() == 3 else bias
-            return make(aten.squeeze.dim, make(ATTENTION, query, key, value, bias, *settings), 1)
+            return make(aten.squeeze.dim, self._attend(make, math.nan, query, key, value, bias, *settings), 1)
         query, key, value = (_split(make, rows, n) for n in (query, key, value))
         if bias is not None and meta(bias).dim() == 3:
             bias = make(aten.unsqueeze.default, bias, 0) if meta(bias).shape[0] == 1 else _split(make, rows, bias)
-        return _merged(make, rows, make(ATTENTION, query, key, value, bias, *settings))
+        return _merged(make, rows, self._attend(make, math.nan, query, key, value, bias, *settings))
 
     def _rows(self, query: Node) -> BatchAxis:
         """Return the rows on the first axis of the queries (rows, time, d)."""

@@ -68,6 +68,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {  # into operations that torch.
     aten.max.other: torch.maximum,
     aten.amax.default: lambda x, dim=(), keepdim=False: NotImplemented if dim else x.amax([*range(x.dim())], keepdim),
     aten.amin.default: lambda x, dim=(), keepdim=False: NotImplemented if dim else x.amin([*range(x.dim())], keepdim),
+    # torch's sign of NaN is 0, and onnxruntime's is NaN.
+    aten.sign.default: lambda x: (x > 0).to(x.dtype) - (x < 0).to(x.dtype) if x.is_floating_point() else NotImplemented,
     aten.adaptive_avg_pool1d.default: lambda x, size: x.mean(-1, keepdim=True) if [*size] == [1] else NotImplemented,
 }
 
