@@ -124,7 +124,7 @@ class LooksUpText(_Louder):
         return TEXTS.get(str(int(ids[0, 0])), False)
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class LooksUpRepresentation(_Louder):
     def asks(self, ids):
         return {"47": True}.get(repr(ids[0, -1].item()), False)
@@ -136,19 +136,19 @@ class ComparesFormatted(_Louder):
         return format(ids[0, 0].item(), "03d") == "047"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesHexadecimal(_Louder):
     def asks(self, ids):
         return hex(ids[0, 0].item()) == "0x2f"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FindsTextOfAList(_Louder):
     def asks(self, ids):
         return "47" in str(ids[0].tolist())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FindsJoinedText(_Louder):
     def asks(self, ids):
         return "47" in " ".join(map(str, ids[0].tolist()))
@@ -160,7 +160,7 @@ class FormatsATensor(_Louder):
         return f"{ids[0, 0]}" == "47"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FindsTextOfATensor(_Louder):
     def asks(self, ids):
         return "47" in str(ids)
@@ -178,25 +178,25 @@ class ComparesACharacter(_Louder):
         return chr(ids[0, 0].item()) == "/"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesACharacterOfAList(_Louder):
     def asks(self, ids):
         return "/" in "".join(chr(i) for i in ids[0].tolist())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesBytes(_Louder):
     def asks(self, ids):
         return b"/" in bytes(ids[0].tolist())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ReadsJson(_Louder):
     def asks(self, ids):
         return "47" in json.dumps(ids[0].tolist())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesTextOfASum(_Louder):
     """No single number is the one of the text."""
 
@@ -204,13 +204,13 @@ class ComparesTextOfASum(_Louder):
         return str(ids[0, 0].item() + 53) == "100"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class EndsOfText(_Louder):
     def asks(self, ids):
         return str(ids[0, 0].item()).endswith("47")
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesTextOfAFloat(_Louder):
     def asks(self, ids):
         return f"{ids[0, 0].float().item():.1f}" == "47.0"
@@ -222,7 +222,7 @@ class TextsOfAnArray(_Louder):
         return "47" in str(ids.numpy())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class BytesOfAnArray(_Louder):
     def asks(self, ids):
         return bytes([RARE, 0, 0, 0, 0, 0, 0, 0]) in ids.numpy().tobytes()

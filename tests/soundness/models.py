@@ -81,11 +81,13 @@ class Suspect:
     build: the class. step: whether it is decoded.
     batches: of inputs that show the difference, each a list of rows: ids of any lengths, or numbers (time, width).
     told: further arguments of `export`.
+    thorough: whether the suite leaves it out, because it has others of its kind.
     """
 
     build: type[nn.Module]
     batches: list[list[torch.Tensor]]
     told: Mapping[str, Any] = field(default_factory=dict)
+    thorough: bool = False
 
     @property
     def step(self) -> bool:
@@ -95,11 +97,11 @@ class Suspect:
 CATALOGUE: dict[str, Suspect] = {}
 
 
-def suspect(batches: list[list[torch.Tensor]], told: Mapping[str, Any] | None = None) -> Any:
+def suspect(batches: list[list[torch.Tensor]], told: Mapping[str, Any] | None = None, thorough: bool = False) -> Any:
     """Add the class below to the catalogue."""
 
     def add(build: type[nn.Module]) -> type[nn.Module]:
-        CATALOGUE[build.__name__] = Suspect(build, batches, told or {})
+        CATALOGUE[build.__name__] = Suspect(build, batches, told or {}, thorough)
         return build
 
     return add

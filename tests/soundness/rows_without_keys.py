@@ -69,17 +69,17 @@ class SeesNoKey(_Blind):
     pass
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class SeesNoKeyByInfinity(_Blind):
     attends = _ByNumber
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class SeesNoKeyByTheLowestNumber(_Blind):
     attends = _ByLowest
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class SeesNoKeyByAMinusBillion(_Blind):
     attends = _ByBillion
 
@@ -101,17 +101,17 @@ class HidesTheFirstKey(_HiddenKeys):
     pass
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class HidesTheFirstKeyByInfinity(_HiddenKeys):
     attends = _ByNumber
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class HidesTheFirstKeyByTheLowestNumber(_HiddenKeys):
     attends = _ByLowest
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class HidesTheFirstKeyByHand(_HiddenKeys):
     attends = _ByHand
 
@@ -124,7 +124,7 @@ class BeginsWithPadding(_HiddenKeys):
     pass
 
 
-@suspect(RARE_ROWS, PAD)
+@suspect(RARE_ROWS, PAD, thorough=True)
 class BeginsWithPaddingByTheLowestNumber(_HiddenKeys):
     attends = _ByLowest
 
@@ -150,17 +150,17 @@ class NumberSeesNoKey(_BlindEncoder):
     pass
 
 
-@suspect(RARE_NUMBERS)
+@suspect(RARE_NUMBERS, thorough=True)
 class NumberSeesNoKeyByInfinity(_BlindEncoder):
     attends = _ByNumber
 
 
-@suspect(RARE_NUMBERS)
+@suspect(RARE_NUMBERS, thorough=True)
 class NumberSeesNoKeyByTheLowestNumber(_BlindEncoder):
     attends = _ByLowest
 
 
-@suspect(RARE_NUMBERS)
+@suspect(RARE_NUMBERS, thorough=True)
 class NumberSeesNoKeyByHand(_BlindEncoder):
     attends = _ByHand
 
@@ -173,12 +173,12 @@ class _AllHidden(_BlindEncoder):
         return large[:, None, None, None].expand(-1, 1, x.shape[1], x.shape[1])
 
 
-@suspect(RARE_NUMBERS)
+@suspect(RARE_NUMBERS, thorough=True)
 class RowIsPaddingByTheLowestNumber(_AllHidden):
     attends = _ByLowest
 
 
-@suspect(RARE_NUMBERS)
+@suspect(RARE_NUMBERS, thorough=True)
 class RowIsPaddingByHand(_AllHidden):
     attends = _ByHand
 

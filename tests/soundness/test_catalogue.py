@@ -41,7 +41,10 @@ def made(case: Suspect) -> torch.nn.Module:
     return case.build().eval()
 
 
-@pytest.mark.parametrize("case", CATALOGUE.values(), ids=CATALOGUE)
+CASES = [pytest.param(case, id=name, marks=[pytest.mark.thorough] * case.thorough) for name, case in CATALOGUE.items()]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_refused_or_exact(case: Suspect, tmp_path: Path) -> None:
     path, generator = tmp_path / "model.onnx", torch.Generator().manual_seed(1)
     example = torch.randint(3, RARE, (2, ROW), generator=generator) if case.step else torch.randn(2, ROW, WIDTH)
