@@ -239,7 +239,7 @@ class _Worker:
         closing = self._process_requests()
         for scheduler in list(self._schedulers.values()):
             for task in scheduler.step_or_fail(self._process_requests) if not scheduler.idle else ():
-                self._jobs.pop(task).finish()
+                self._finish(task)
         return not closing or bool(self._jobs)
 
     def _has_new_work(self) -> bool:
@@ -264,7 +264,12 @@ class _Worker:
             self._scheduler(job.task).submit(job.task)
         except Exception as error:
             job.task.error = error
-            self._jobs.pop(job.task).finish()
+            self._finish(job.task)
+
+    def _finish(self, task: SequenceTask) -> None:
+        """Notify the coroutine of a task. A job stays listed until then: if the thread ends here, `_run` notifies."""
+        self._jobs[task].finish()
+        del self._jobs[task]
 
     def _scheduler(self, task: SequenceTask) -> Scheduler:
         """Return the scheduler of a task's kind."""

@@ -321,9 +321,9 @@ def test_invalid_pictures_are_refused(custom, pictures, damaged):
     assert failed(run(path, "torn.png")).startswith("input 1: torn.png is a damaged image: ")
     assert failed(run(path, "text.jpg")) == "input 1: text.jpg is not an image that Pillow can read"
     assert failed(run(path, "huge.png")) == (
-        "input 1: huge.png is 10000 × 9000 pixels, and at most 60,000,000 are read: make it smaller first"
+        "input 1: huge.png is 10000 × 9000 pixels, and at most 61,000,000 are read: make it smaller first"
     )
-    assert failed(run(path, "bomb.png")).startswith("input 1: bomb.png has too many pixels, and at most 60,000,000")
+    assert failed(run(path, "bomb.png")).startswith("input 1: bomb.png has too many pixels, and at most 61,000,000")
     assert failed(run(path, "thin.png")).startswith("input 1: thin.png is 80000 × 1 pixels and would be resized to")
 
 

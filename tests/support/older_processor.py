@@ -7,14 +7,14 @@ rows 2i and 2i + 1 of the weights; `test_pair_sums.py` compares with them, where
 from __future__ import annotations
 
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, parser
+from onnx import GraphProto, ModelProto, NodeProto, inliner, parser
 
 DOMAIN = "older.processor"
 PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
 
 # y (…, N) int32 = (a − zero) b of uint8 a (…, K) and int8 b (K, N), of which an odd K gets a row of zeros
 _PRODUCT = """
-<domain: "older.processor", opset_import: ["" : 23]>
+<domain: "older.processor", opset_import: ["" : {version}]>
 Product (a, b, zero) => (y) {{
     none = Constant <value = int64[1] {{0}}> ()
     one = Constant <value = int64[1] {{1}}> ()
@@ -49,7 +49,7 @@ Product (a, b, zero) => (y) {{
 }}
 """
 _TO_FLOAT = """
-<domain: "older.processor", opset_import: ["" : 23, "older.processor" : 1]>
+<domain: "older.processor", opset_import: ["" : {version}, "older.processor" : 1]>
 ProductToFloat{name} (a, b, a_scale, b_scale, zero{bias}) => (y) {{
     product = older.processor.Product (a, b, zero)
     number = Cast <to = 1> (product)
@@ -67,17 +67,18 @@ def spelt_out(model: ModelProto, saturating: bool) -> ModelProto:
     a pair saturates.
     """
     bits = 15 if saturating else 31
+    version = next(opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
     texts = [
-        _PRODUCT.format(lowest=-(2**bits), highest=2**bits - 1),
-        _TO_FLOAT.format(name="", bias="", last="Identity (by_column)"),
-        _TO_FLOAT.format(name="Biased", bias=", bias", last="Add (by_column, bias)"),
+        _PRODUCT.format(version=version, lowest=-(2**bits), highest=2**bits - 1),
+        _TO_FLOAT.format(version=version, name="", bias="", last="Identity (by_column)"),
+        _TO_FLOAT.format(version=version, name="Biased", bias=", bias", last="Add (by_column, bias)"),
     ]
     copy = ModelProto()
     copy.CopyFrom(model)
     copy.functions.extend(parser.parse_function(text) for text in texts)
     copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
     _exchange(copy.graph)
-    return copy
+    return inliner.inline_local_functions(copy)  # the runtime refuses functions of a graph
 
 
 def integer_products(graph: GraphProto) -> list[NodeProto]:

@@ -107,13 +107,11 @@ class Session:
 
     def _check_graph(self) -> None:
         """Raise ModelFileError if the graph has other tensors than the manifest describes."""
-        stages = [session for name, session in self._sessions.items() if name != "top_logits"]
+        sessions = [self._sessions["encode"], self._sessions["decode"]]
         try:
-            inputs, outputs = (
-                {v.name: (_dtype(v.type), _shape(v)) for session in stages for v in getattr(session, kind)()}
-                for kind in ("get_inputs", "get_outputs")
-            )
-            check_graph(self.manifest, inputs, outputs)
+            inputs = {v.name: (_dtype(v.type), _shape(v)) for session in sessions for v in session.get_inputs()}
+            outputs = [{v.name: (_dtype(v.type), _shape(v)) for v in session.get_outputs()} for session in sessions]
+            check_graph(self.manifest, inputs, *outputs)
         except ModelFileError as error:
             raise ModelFileError(f"{self.path}: {error}") from error
         except UnicodeDecodeError as error:

@@ -72,10 +72,13 @@ def check_manifest(manifest: Manifest) -> None:
             raise _ContradictionError(f"it has {len(labels)} labels, and its outputs {_shown(sizes)} numbers")
 
 
-def check_graph(manifest: Manifest, inputs: GraphTensors, outputs: GraphTensors) -> None:
+def check_graph(
+    manifest: Manifest, inputs: GraphTensors, encode_outputs: GraphTensors, decode_outputs: GraphTensors
+) -> None:
     """Raise ModelFileError unless a graph has the tensors of its manifest, of their types and fixed sizes.
 
-    inputs, outputs: those of the graph; of both stages, if each has a graph of its own.
+    inputs: those of the graph; of both stages, if each has a graph of its own.
+    encode_outputs, decode_outputs: those of the stage's graph, which both may be one.
     """
     with _as_file_errors():
         expected = dict(_graph_inputs(manifest))
@@ -85,10 +88,14 @@ def check_graph(manifest: Manifest, inputs: GraphTensors, outputs: GraphTensors)
         for name, spec in expected.items():
             if name in inputs:  # the other inputs, such as a context, need not be read by every file
                 _check_tensor("input", name, spec, inputs[name], is_exact=name in _data_inputs(manifest))
-        for name, spec in _graph_outputs(manifest):
-            if name not in outputs:
-                raise _ContradictionError(f"the graph has no output {name!r}")
-            _check_tensor("output", name, spec, outputs[name])
+        for specs, outputs in (
+            (_encode_outputs(manifest), encode_outputs),
+            (_decode_outputs(manifest), decode_outputs),
+        ):
+            for spec in specs:
+                if spec.name not in outputs:
+                    raise _ContradictionError(f"the graph has no output {spec.name!r}")
+                _check_tensor("output", spec.name, spec, outputs[spec.name])
         for name in _needed_inputs(manifest):
             if name not in inputs:
                 raise _ContradictionError(f"the graph has no input {name!r}")
@@ -213,13 +220,15 @@ def _needed_inputs(manifest: Manifest) -> Iterator[str]:
         yield from manifest.decode.context
 
 
-def _graph_outputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
-    for spec in (*manifest.encoded, *manifest.extras):
-        yield spec.name, spec
-    if manifest.decode is not None:
-        yield manifest.decode.logits.name, manifest.decode.logits
-        for cache in manifest.decode.caches:
-            yield cache.present, TensorSpec(cache.present, cache.dtype, cache.shape)
+def _encode_outputs(manifest: Manifest) -> list[TensorSpec]:
+    return [*manifest.encoded, *(manifest.encode.extras if manifest.encode is not None else ())]
+
+
+def _decode_outputs(manifest: Manifest) -> list[TensorSpec]:
+    decode = manifest.decode
+    if decode is None:
+        return []
+    return [decode.logits, *decode.extras, *(TensorSpec(c.present, c.dtype, c.shape) for c in decode.caches)]
 
 
 def _check_tensor(
