@@ -91,9 +91,9 @@ def fill_unseeing(
 ) -> int:
     """Give queries whose keys are all hidden what torch gives them, and return the number of changed attentions.
 
-    The operators of onnxruntime average all values for such a query; torch's function gives 0, and a softmax of its own
-    NaN. Only a mask that follows from the content of an input can hide all keys: a row has a valid position, so that
-    masks of padding leave one. Such attentions get one more operation.
+    The operators of onnxruntime average all values for such a query. torch's function gives 0, and a softmax that is
+    written by hand gives NaN. Only a mask that follows from the content of an input can hide all keys: a row has a
+    valid position, so that masks of padding leave one. Such attentions get one more operation.
 
     fills: attention → the number that such a query gets.
     stepped: nodes that follow from the step input: a model whose positions see no key is refused.
@@ -102,7 +102,11 @@ def fill_unseeing(
     filled = 0
     for attention, fill in fills.items():
         bias = attention.args[3]
-        if not isinstance(bias, Node) or attention in stepped or not _hides_by_content(captured, bias, masks):
+        if (
+            not isinstance(bias, Node)
+            or attention in stepped
+            or not _hides_by_content(captured, bias, masks, fill == 0)
+        ):
             continue
         make = NodeBuilder(captured.graph, attention)
         sees = bias if meta(bias).dtype == torch.bool else make(aten.gt.Scalar, bias, -math.inf)
@@ -116,8 +120,12 @@ def fill_unseeing(
     return filled
 
 
-def _hides_by_content(captured: CapturedGraph, bias: Node, masks: Collection[str]) -> bool:
-    """Return whether a bias may hide a key, and follows from the content of an input that is no mask of padding."""
+def _hides_by_content(captured: CapturedGraph, bias: Node, masks: Collection[str], computed: bool) -> bool:
+    """Return whether a bias may hide a key, and follows from the content of an input that is no mask of padding.
+
+    computed: whether to expect a −inf that is computed: from a logarithm, or from numbers as large as float32 holds.
+    """
+    largest = torch.finfo(torch.float32).max / 2
     hides, follows = meta(bias).dtype == torch.bool, False
     seen, pending = {bias}, [bias]
     inputs = {node: name for name, node in captured.inputs.items()}
@@ -126,9 +134,15 @@ def _hides_by_content(captured: CapturedGraph, bias: Node, masks: Collection[str
         if isinstance(meta(node), (int, torch.SymInt)) and not is_read_from_data(node):
             continue
         constant = captured.constants.get(node.name)
-        hides |= -math.inf in node.args or (
-            isinstance(constant, torch.Tensor) and constant.is_floating_point() and bool((constant == -math.inf).any())
-        )
+        numbers = [number for number in node.args if isinstance(number, float)]
+        if isinstance(constant, torch.Tensor) and constant.is_floating_point() and constant.numel():
+            numbers += [float(constant.min()), float(constant.max())]
+        hides |= -math.inf in numbers
+        if computed:
+            hides |= any(abs(number) > largest for number in numbers) or node.target in (
+                aten.log.default,
+                aten.div.Tensor,
+            )
         follows |= node in inputs and inputs[node] not in masks
         operands = [] if node.target in _WITHOUT_VALUES else node.all_input_nodes
         pending += [operand for operand in operands if operand not in seen]

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, digest_entry, new_hash
+from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, digest_entry, new_hash, weights_entry
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.model_file import MAX_INLINE_BYTES, WEIGHT_ALIGNMENT_BYTES
 from tformer_runtime.format.onnx_fields import (
@@ -88,7 +88,7 @@ def _write(model: ir.Model, path: Path) -> None:
             file.write(digest_entry(file.digest))
     if is_split:
         with _HashingFile(path) as model_file:
-            model_file.write(rest.SerializeToString() + digest_entry(file.digest, WEIGHTS_DIGEST_KEY))
+            model_file.write(rest.SerializeToString() + weights_entry(file.digest, file_of_weights.name))
             model_file.write(digest_entry(model_file.digest))
     for name, value in large.items():
         _read_from(file_of_weights, value, places[name])

@@ -2,7 +2,7 @@
 
 The nodes of a graph without loops run once each, or as often as a tensor is long (Scan), so that its time grows with
 its tensors. A Loop may run as often as it likes: such a graph has a deadline in any case. onnxruntime looks at its flag
-between two nodes and between two iterations.
+between two nodes and between two iterations, so that a run ends with the node that exceeds the deadline.
 """
 
 from __future__ import annotations

@@ -36,7 +36,12 @@ class ChildProcess:
     def __init__(self, program: Path, seconds: float) -> None:
         self._program, self._seconds, self._lock = program, seconds, threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._owner = 0
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """Begin anew in a forked process: the child belongs to the parent, and another thread may hold the lock."""
+        self._lock, self._process = threading.Lock(), None
 
     def ask(self, request: Any) -> Any:
         """Return the reply to a request. Raise ChildEndedError if there is none: the next request starts a new child.
@@ -48,14 +53,14 @@ class ChildProcess:
             process = self._running()
             timer = threading.Timer(self._seconds, process.kill)
             timer.daemon = True
-            timer.start()
             try:
+                timer.start()
                 assert process.stdin is not None
                 assert process.stdout is not None
                 process.stdin.write(line)
                 process.stdin.flush()
                 return json.loads(process.stdout.readline())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no memory for a thread
                 self._end(process)
                 raise ChildEndedError from error
             except BaseException:  # Ctrl-C: the next request must not read this one's reply
@@ -65,12 +70,11 @@ class ChildProcess:
                 timer.cancel()
 
     def _running(self) -> subprocess.Popen[str]:
-        """Return the process, and start it if need be. A forked process starts its own."""
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+        """Return the process, and start it if need be."""
+        if self._process is None or self._process.poll() is not None:
             command = [_interpreter(), "-I", "-S", "-c", START, json.dumps(sys.path), os.fspath(self._program)]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-            self._owner = os.getpid()
         return self._process
 
     def _end(self, process: subprocess.Popen[str]) -> None:

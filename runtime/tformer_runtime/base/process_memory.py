@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.base.validation import check_int
@@ -22,4 +23,12 @@ def limit_process_memory(num_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard != resource.RLIM_INFINITY and num_bytes > hard:
         raise OptionError(f"max_process_memory must be at most {hard:,} bytes here, the limit of this process")
+    if num_bytes < (used := _bytes_in_use()):
+        raise OptionError(f"max_process_memory must be more than the {used:,} bytes that the process has already")
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
+
+
+def _bytes_in_use() -> int:
+    """Return the bytes that the limit counts, of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:")), 0)

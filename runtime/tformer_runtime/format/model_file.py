@@ -70,8 +70,7 @@ def verify_file(path: str | os.PathLike[str]) -> str | None:
 
     Raise ModelFileError for another digest, and as `read_metadata`. Cost: see `check_digest`.
     """
-    metadata, file = read_metadata(path), Path(path)
-    return check_digest(file, file.with_name(f"{file.name}.data"), metadata.get(WEIGHTS_DIGEST_KEY))
+    return check_digest(Path(path).resolve(), read_metadata(path).get(WEIGHTS_DIGEST_KEY))
 
 
 @contextmanager

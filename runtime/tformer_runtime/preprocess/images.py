@@ -40,7 +40,7 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"max_height", "max_width"},
     {"longest_edge"},  # with tiles
 )
-MAX_PIXELS = 61_000_000  # those of the largest cameras; a small compressed file could fill the memory
+MAX_PIXELS = 61_000_000  # two copies of 4 bytes take 465 MiB; a small compressed file could fill the memory
 MAX_PICTURE_EDGE = 1 << 20  # Pillow keeps an address for each row, and numbers for each column that it resizes
 MAX_COPIED_PIXELS = 25_000_000  # of the formats whose decoders hold four copies
 COPYING_FORMATS = {"WEBP", "AVIF", "HEIF", "JPEG2000"}

@@ -29,6 +29,7 @@ from tformer_runtime.preprocess.text_reader import Pair, TextReader, TextWindow
 from tformer_runtime.preprocess.tokenizer import Codec
 
 MIN_TEXT_CHARACTERS = 1 << 19  # that are read of any text
+MAX_WINDOWED_CHARACTERS = 1 << 21  # of a text that is read in windows; a tokenizer takes 1 GB for it
 CHARACTERS_PER_TOKEN = 8  # of a text that just fits into a model; words have four or five
 
 Value = str | tuple[str, str] | Sequence[int] | npt.NDArray[Any]  # or an image: see `ImagePreprocessor.pixels`
@@ -187,7 +188,7 @@ class Inputs:
             codec = self._codec(name)
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids (--ids)")
-            self._check_text_length(name, value)
+            self._check_text_length(value, self._max_characters(name))
             encoded: list[int] = []
             if value:  # an empty text gets no special tokens
                 vocabulary_size = self._vocabulary_size(name)
@@ -262,7 +263,11 @@ class Inputs:
         spec, reader = self.text_input
         max_tokens = spec.max_length if max_tokens is None else max_tokens
         windowed = stride is not None and max_tokens is not None
-        text = self._readable(spec.name, text, truncate and not windowed)
+        if windowed:
+            for part in (text,) if isinstance(text, str) else text:
+                self._check_text_length(part, MAX_WINDOWED_CHARACTERS)
+        else:
+            text = self._readable(spec.name, text, truncate)
         if stride is not None and max_tokens is not None:
             windows = reader.windows(text, max_tokens, stride)
         else:
@@ -303,11 +308,11 @@ class Inputs:
             first, second = (self._readable(name, part, cut) for part in text)
             return str(first), str(second)
         text = text[: self._max_characters(name)] if cut else text
-        self._check_text_length(name, text)
+        self._check_text_length(text, self._max_characters(name))
         return text
 
-    def _check_text_length(self, name: str, text: str) -> None:
-        if len(text) > (limit := self._max_characters(name)):
+    def _check_text_length(self, text: str, limit: int) -> None:
+        if len(text) > limit:
             raise InputError(
                 f"the input is {len(text):,} characters long and at most {limit:,} are read at once: cut it into parts"
             )

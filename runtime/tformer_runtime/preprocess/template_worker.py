@@ -14,7 +14,8 @@ import functools
 import json
 import signal
 import sys
-import time
+from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from jinja2 import nodes
@@ -27,13 +28,20 @@ MAX_BYTES = 512 << 20  # of the process
 
 
 class Generation(Extension):
-    """Replace {% generation %} … {% endgeneration %}, which marks text for training, by its content."""
+    """Replace {% generation %} … {% endgeneration %}, which marks text for training, by its content.
+
+    Its variables end with it, as in transformers.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 class RefusedError(Exception):
@@ -44,8 +52,14 @@ def refuse(message: object) -> None:
     raise RefusedError(str(message))
 
 
-def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 @functools.cache
@@ -53,7 +67,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     """Return an environment with the extensions of transformers' apply_chat_template."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     made.filters["tojson"] = to_json  # Jinja's own filter escapes HTML
-    made.globals |= {"raise_exception": refuse, "strftime_now": time.strftime}
+    made.globals |= {"raise_exception": refuse, "strftime_now": now}
     return made
 
 
@@ -70,7 +84,7 @@ def reply_to(request: dict[str, Any]) -> dict[str, Any]:
             return {"names": sorted(find_undeclared_variables(environment().parse(request["template"])))}
         return {"text": str(template.render(**request["variables"]))}
     except RefusedError as error:
-        return {"refused": str(error)}
+        return {"refused": " ".join(str(error).split())}
     except MemoryError:
         return {"error": f"it needs more than {MAX_BYTES >> 20} MB of memory"}
     except Exception as error:  # Jinja's own, or any error of an expression in the template
@@ -82,7 +96,9 @@ def main() -> None:
         import resource
 
         kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS
-        resource.setrlimit(kind, (MAX_BYTES, MAX_BYTES))
+        limits = [limit for limit in resource.getrlimit(kind) if limit != resource.RLIM_INFINITY]
+        limit = min([MAX_BYTES, *limits])
+        resource.setrlimit(kind, (limit, limit))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it does
     for line in sys.stdin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import shutil
@@ -46,7 +47,7 @@ def test_digest_is_the_blake3_hash_of_the_bytes_before_it(toy, split):
         expected = blake3.blake3(content[:-ENTRY_BYTES]).hexdigest()
         assert read_digest(path) == expected == read_metadata(path)[DIGEST_KEY] == verify_file(path)
     data = onnx_writer.data_file(split).read_bytes()
-    assert read_metadata(split)[WEIGHTS_DIGEST_KEY] == blake3.blake3(data).hexdigest()
+    assert read_metadata(split)[WEIGHTS_DIGEST_KEY] == f"{blake3.blake3(data).hexdigest()} split.onnx.data"
     onnx.checker.check_model(str(toy))
 
 
@@ -84,6 +85,28 @@ def test_weights_in_a_second_file_are_compared_too(split):
     Model.load(split, device="cpu", verify=False)
     data.unlink()
     with pytest.raises(ModelFileError, match=r"split\.onnx\.data cannot be read: No such file"):
+        Model.load(split, device="cpu")
+
+
+def test_second_file_is_the_one_that_onnxruntime_reads(split, tmp_path):
+    """A link leads to both files; a pair with other names has the weights that its graph names, or none."""
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "latest.onnx"
+    link.symlink_to(split)
+    Model.load(link, device="cpu")
+    other = tmp_path / "other.onnx"
+    shutil.copy(split, other)
+    Model.load(other, device="cpu")  # its graph names split.onnx.data, which is there
+    data = onnx_writer.data_file(split)
+    shutil.copy(data, onnx_writer.data_file(other))
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"split\.onnx\.data is damaged"):
+        Model.load(other, device="cpu")
+    data.unlink()
+    os.mkfifo(data)
+    with pytest.raises(ModelFileError, match="a pipe or a device"):
         Model.load(split, device="cpu")
 
 

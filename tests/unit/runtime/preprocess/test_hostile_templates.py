@@ -114,3 +114,42 @@ def test_program_without_an_interpreter_needs_a_name(monkeypatch, tmp_path):
         compile_template(GOOD, {})
     monkeypatch.setenv("TFORMER_PYTHON", python)
     assert compile_template(GOOD, {})(MESSAGES) == "cat!"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+def test_fork_while_a_thread_waits_for_a_reply(monkeypatch):
+    """The lock of the other thread is of no concern to the forked process."""
+    monkeypatch.setattr(chat_template, "MAX_TEMPLATE_SECONDS", 2)
+    started = threading.Event()
+
+    def ask():
+        started.set()
+        with pytest.raises(InputError):
+            compile_template(NESTED, {})(MESSAGES)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    started.wait()
+    while not chat_template._worker._lock.locked():
+        pass
+    child = os.fork()
+    if not child:
+        os._exit(compile_template(GOOD, {})(MESSAGES) != "cat!")
+    _, status = os.waitpid(child, 0)
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ strftime_now('%f') | length }}", "6"),
+        ("{{ [1, 2] | tojson(true, 2) }}", "[\n  1,\n  2\n]"),
+        ("{% set y = 1 %}{% generation %}{% set y = 5 %}a{% endgeneration %}{{ y }}", "a1"),
+    ],
+)
+def test_functions_are_those_of_transformers(template, expected):
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    assert compile_template(template, {})(MESSAGES) == expected
+    assert _compile_jinja_template(template).render(messages=MESSAGES) == expected
