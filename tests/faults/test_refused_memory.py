@@ -62,6 +62,6 @@ def test_request_that_gets_no_memory_ends_with_a_typed_error(shim, tmp_path, opt
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout)
-    assert errors.get("OutOfMemoryError", 0) > 1, errors
+    assert errors.get("OutOfMemoryError", 0) > 0, errors
     assert set(errors) <= {"OutOfMemoryError", "null"}, errors
     assert Model.load(path, "cpu")  # the file was never at fault

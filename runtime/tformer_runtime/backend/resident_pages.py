@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
+import mmap
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tformer_runtime.base.arrays import Array
+
+MIN_MAPPED_BYTES = 1 << 17  # smaller arrays are left to malloc
+_HUGE_PAGES_BYTES = 1 << 22  # from here on numpy asks for huge pages as well
 
 _MADV_PAGEOUT = 21  # of madvise(2), since Linux 5.4: drops or swaps out pages without loss of data
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S{4} \S+ \S+ \S+\s+(.*)")
+
+
+def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array of zeros whose pages go back to the system with the array.
+
+    glibc has many heaps, and keeps up to 64 MB of freed memory at the end of each, once a program has freed a large
+    block: blocks of up to 32 MB then come from the heaps (docs/design/kernels.md). Small arrays, and all arrays on
+    systems without private anonymous mappings, are `np.zeros`. Raise MemoryError if the system refuses the memory.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < MIN_MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return np.zeros(shape, dtype)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+    if nbytes >= _HUGE_PAGES_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.ndarray(shape, dtype, pages)
 
 
 def drop_file_pages(path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.backend.resident_pages import mapped_zeros
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.engine.shortlist import LogitScatter
 from tformer_runtime.engine.state import LogitPositions, State
@@ -70,7 +71,7 @@ class SessionCall:
         self.candidates = state.candidates
         self.gather_ids = self.candidates.pending_ids if self.candidates and gathers_columns else None
         self.column_ids: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
-        self.logits = np.zeros((rows, num_positions, len(self.column_ids) or vocabulary), np.float32)
+        self.logits = mapped_zeros((rows, num_positions, len(self.column_ids) or vocabulary), np.dtype(np.float32))
         self.logit_scatter = LogitScatter(rows, num_positions, vocabulary) if self.candidates else None
         inputs: dict[str, Array] = {
             decode.step.name: self.tokens,

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet
+from tformer_runtime.backend.resident_pages import mapped_zeros
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import OutOfMemoryError
@@ -71,7 +72,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     try:
         if nbytes > _machine_bytes():
             raise MemoryError  # a system that promises more memory than it has would stop the process later
-        return np.zeros(shape, dtype)
+        return mapped_zeros(shape, dtype)
     except (MemoryError, ValueError) as error:  # ValueError: more bytes than numpy can count
         raise OutOfMemoryError(
             f"the caches need {nbytes:,} bytes at once, which this machine does not have: ask for fewer beams or "
@@ -370,7 +371,9 @@ class KVCache:
             group.arrays = [_zeros(shape, storage_dtype(group.spec.dtype)) for _ in group.arrays]
             part = group.copied_slots(used)
             if sources and part is not None:
-                self._current_array(group)[:, : len(rows)][part] = sources[k][part][:, rows]
+                target, source = self._current_array(group)[part], sources[k][part]
+                for i, row in enumerate(rows.tolist()):  # an index array would make a copy of all rows first
+                    target[:, i] = source[:, row]
             if (array := earlier[k]) is not None:
                 self._current_array(group, 1)[:, : len(rows)] = array[:, rows]
 

@@ -8,11 +8,14 @@ import os
 import platform
 import re
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tformer_runtime.backend import resident_pages
+from tformer_runtime.backend.resident_pages import MIN_MAPPED_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 
@@ -73,6 +76,40 @@ def test_trimming_the_heap_returns_freed_memory():
     resident_pages.trim_heap()
     assert resident_bytes() < before - size * count / 2
     library.free(blocks[-1])
+
+
+@pytest.mark.parametrize("nbytes", [0, 400, MIN_MAPPED_BYTES - 4, MIN_MAPPED_BYTES, 5 << 20])
+def test_zeros_of_any_size_can_be_written(nbytes):
+    array = resident_pages.mapped_zeros((nbytes // 4,), np.dtype(np.float32))
+    assert array.nbytes == nbytes
+    assert not array.any()
+    array[...] = 1
+    assert array.sum() == nbytes // 4
+    assert array.flags.c_contiguous
+
+
+def test_pages_of_an_array_are_returned_with_it():
+    """So they are in a thread whose heap would keep them: glibc has raised its threshold after the first free()."""
+    size, before = 8 << 20, resident_bytes()
+
+    def use():
+        for _ in range(3):
+            resident_pages.mapped_zeros((4, size // 4), np.dtype(np.uint8))[...] = 1
+        views = [resident_pages.mapped_zeros((4, size // 4), np.dtype(np.uint8))[i] for i in range(4)]
+        assert not any(view.any() for view in views)
+
+    for _ in range(8):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    assert resident_bytes() < before + size
+
+
+def test_zeros_that_the_system_refuses_are_a_memory_error():
+    with pytest.raises(MemoryError):
+        resident_pages.mapped_zeros((1 << 60,), np.dtype(np.int8))
+    with pytest.raises(MemoryError):
+        resident_pages.mapped_zeros((1 << 40, 1 << 40), np.dtype(np.int8))
 
 
 def resident_bytes():
