@@ -20,6 +20,7 @@ import numpy as np
 
 from tformer_runtime.backend import resident_pages
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
+from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
@@ -58,6 +59,7 @@ class Session:
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
+    run_slots: the limit for runs at the same time; None on CUDA.
 
     On CUDA each of the two stages of a file has its own session, because a graph with an `If` cannot be captured.
     """
@@ -99,6 +101,7 @@ class Session:
             if check is not None:
                 check.finish()  # its error says why onnxruntime failed, if it did
         logger.info("device: %s", self.device)
+        self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
         self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
         self._bfloat16_names = frozenset(
@@ -133,21 +136,19 @@ class Session:
     def run(self, binding: Any, stage: SessionName, graph: int | None = None) -> None:
         """Run a stage on the buffers of `binding`. Several threads may call this at the same time.
 
+        On the CPU a run waits while all slots are taken (`RunSlots`). Its deadline does not count that time.
+
         graph: the number of a CUDA graph. The first run captures the graph and may run the stage several times. Later
             runs replay it on the same buffers of the device, whatever is bound, and with the host inputs of the first
             run.
         """
         try:
-            if self._run_seconds is not None:
-                options = self._ort.RunOptions()
-                with deadline_of(options, self._run_seconds):
-                    self._sessions[stage].run_with_iobinding(binding, options)
-            elif not self.captures_graphs:
-                self._sessions[stage].run_with_iobinding(binding)  # run options cost 20 µs
-            else:
-                self._sessions[stage].run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
-            if self.device != "cpu":
+            if self.run_slots is None:
+                self._run(binding, stage, graph)
                 binding.synchronize_outputs()
+            else:
+                with self.run_slots:
+                    self._run(binding, stage, graph)
         except Exception as error:
             if _NO_MEMORY.search(str(error)):
                 raise OutOfMemoryError(
@@ -155,6 +156,18 @@ class Session:
                     f"({_first_line(error)})"
                 ) from error
             raise self._translate_error(error) from error
+
+    def _run(self, binding: Any, stage: SessionName, graph: int | None) -> None:
+        """Run a stage as `run` says, at once and with the errors of onnxruntime."""
+        session = self._sessions[stage]
+        if self._run_seconds is not None:
+            options = self._ort.RunOptions()
+            with deadline_of(options, self._run_seconds):
+                session.run_with_iobinding(binding, options)
+        elif not self.captures_graphs:
+            session.run_with_iobinding(binding)  # run options cost 20 µs
+        else:
+            session.run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
 
     def bind_input(self, binding: Any, name: str, tensor: Any) -> None:
         """Bind an input to a tensor.

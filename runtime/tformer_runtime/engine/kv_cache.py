@@ -20,6 +20,7 @@ prompt fills a good part of them, because growing would copy the prompt at the c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -357,6 +358,14 @@ class KVCache:
         nbytes = cache_bytes(self._specs, *buffer_size)
         self._budget.acquire(nbytes - self.nbytes)
         self.nbytes = nbytes
+        # During the copy both buffers are in memory. So no more caches are copied at a time than runs are allowed.
+        with self._session.run_slots or contextlib.nullcontext():
+            self._copy_to_new_buffers(rows, buffer_size, used, sources)
+
+    def _copy_to_new_buffers(
+        self, rows: Array, buffer_size: tuple[int, int], used: int, sources: Sequence[Array] | None
+    ) -> None:
+        """Allocate and copy as `_reallocate` says. The bytes have been acquired."""
         earlier: list[Array | None] = [None] * len(self._groups)  # the carries before the latest step
         if sources is None and used:
             sources = [self._current_array(group) for group in self._groups]

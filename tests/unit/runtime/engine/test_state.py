@@ -459,7 +459,7 @@ def test_buffers_fit_the_remaining_rows(tmp_path):
 class Device:
     """A session on a device of its own, whose tensors are copies."""
 
-    device = "cuda"
+    device, run_slots = "cuda", None
     pool = None
 
     class Value:
