@@ -164,6 +164,8 @@ class EngineStarter:
             last_positions = np.arange(len(tasks)), counts - 1
             state.extras = {name: values[last_positions] for name, values in state.extras.items()}
             logits = all_logits[last_positions]
+        elif len(tasks) == 1:
+            logits = self._engine.step_in_parts(state, tokens)
         else:
             logits = self._engine.step(state, tokens, counts)
         rows.record()

@@ -12,6 +12,7 @@ A `State` belongs to one call and one thread. Any number of threads may share an
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ from tformer_runtime.format.manifest import (
 )
 from tformer_runtime.format.model_file import read_metadata
 
+PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/kernels.md)
 MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
 
 
@@ -287,6 +289,26 @@ class Engine:
         if not call.ready(state.max_row_length):
             call = SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers)
         return call.run(state, tokens, counts, total_slots)
+
+    def step_in_parts(self, state: State, tokens: Array) -> Array:
+        """Feed tokens to a state of one row in calls of at most PREFILL_CHUNK_TOKENS. Return the logits of the last.
+
+        So the memory of activations does not grow with the length of a prompt, and that of an attention's scores not
+        with its square. tokens: (1, N), as for `step`. Errors as of `step`, but after an error of a later part the
+        tokens of the earlier parts are in the state.
+        """
+        new_tokens = tokens.shape[1]
+        total_slots = state.max_row_length + new_tokens
+        if new_tokens > PREFILL_CHUNK_TOKENS and total_slots <= self.manifest.max_length:
+            state.check()
+            if state.cache.reserve(total_slots, state.max_row_length):  # at once, as growing would copy
+                state.call = None
+            # Parts of equal length, because the kernels for one token round differently.
+            *parts, last = np.array_split(tokens, math.ceil(new_tokens / PREFILL_CHUNK_TOKENS), axis=1)
+            for part in parts:
+                self.step(state, part)
+            tokens = last
+        return self.step(state, tokens)
 
     def step_one_token(self, state: State, tokens: Array) -> Array | DeviceLogits:
         """Feed one token to every row, as `step` does. The logits may stay on the device (`DeviceLogits`)."""

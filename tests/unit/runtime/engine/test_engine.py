@@ -12,6 +12,7 @@ from support.concurrent_calls import side_by_side
 from support.toy_models import WIDTH, Toy, with_manifest, write_encoder
 
 from tformer_runtime import InputError, ModelFileError, UnsupportedCallError
+from tformer_runtime.engine import engine as engine_module
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import POSITIONS, SELECTED_TOKENS, TOTAL_SLOTS
 
@@ -85,6 +86,36 @@ def test_one_row_in_chunks_reaches_the_maximum_length(toy_and_engine):
         rows.feed([count], "all")
     with pytest.raises(InputError, match="65 tokens are more than the 64"):
         rows.engine.step(rows.state, np.array([[5]]))
+
+
+@pytest.mark.parametrize("past", [0, 5])
+@pytest.mark.parametrize("size", [4, 16, 39, 40])
+def test_prompt_in_parts_equals_the_full_computation(toy_and_engine, monkeypatch, past, size):
+    """No call has more tokens than allowed, the parts have about equal lengths, and the buffers grow once."""
+    monkeypatch.setattr(engine_module, "PREFILL_CHUNK_TOKENS", size)
+    rows, engine = Rows(*toy_and_engine, rows=1), toy_and_engine[1]
+    if past:
+        rows.feed([past])
+    lengths, buffers, step = [], set(), engine.step
+
+    def counted_step(state, tokens):
+        lengths.append(tokens.shape[1])
+        buffers.add(state.cache.slot_capacity)
+        return step(state, tokens)
+
+    monkeypatch.setattr(engine, "step", counted_step)
+    logits = engine.step_in_parts(rows.state, rows.targets[0][None, past : past + 40])
+    np.testing.assert_allclose(logits, rows.expected[0][past + 39 : past + 40], atol=TOLERANCE)
+    assert sum(lengths) == 40
+    assert max(lengths) <= size
+    assert max(lengths) - min(lengths) <= 1
+    if len(lengths) > 1:
+        assert buffers == {rows.state.cache.slot_capacity}
+    monkeypatch.undo()
+    rows.feed([3])
+    with pytest.raises(InputError, match="more than the 64"):
+        engine.step_in_parts(rows.state, np.full((1, 60), 5))
+    assert rows.state.max_row_length == past + 43
 
 
 def test_short_row_reads_a_chunk_in_a_batch_with_a_full_row(toy_and_engine):
