@@ -92,7 +92,12 @@ class Model:
         device: "auto" (CUDA if the file supports it and a device is available), "cpu" or "cuda".
         threads: threads of one operator; by default the tuned number of the file, or one per core.
         max_memory: bytes of the caches and encoder outputs of all requests, without the weights; None for no limit.
-            A request that can never fit raises MemoryBudgetError before it starts. Others wait for memory.
+            A request that can never fit raises MemoryBudgetError before it starts. Others wait for memory. On Linux
+            and the CPU the process takes at most about the weights as loaded, max_memory and C. C is for one run more
+            than there are cores: twice the activations of a call, and a copy of a cache that grows. 16 MB, and the
+            stacks and logits of the calling threads are added. C grows with the cores, the width, and the tokens of a
+            call (of a prompt in `generate` at most 512); only the copy grows with the layers. docs/guarantees.md has
+            the formula, its limits and measurements.
         verify: compare the file with its digest, so that damage is an error. It reads the whole file, in a thread
             while onnxruntime opens it, at 7 GB/s from the page cache.
         max_run_seconds: the deadline of each run of the graph, such as a step or an encoder, on the CPU. A request that
