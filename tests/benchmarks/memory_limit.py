@@ -1,6 +1,6 @@
 """Peak memory of a server whose model has `max_memory`, and its bound. Run by hand:
 
-    python tests/benchmarks/memory_limit.py [--threads 64] [--seconds 15] [--max-memory 64]
+    python tests/benchmarks/memory_limit.py [--threads 64] [--seconds 8] [--max-memory 64]
 
 A model with random weights is exported to fp32 and to int8. For each file a process of its own loads it with
 `max_memory`, and many threads send requests of random lengths. The resident memory is sampled. Its peak is compared
@@ -35,7 +35,7 @@ MB = 1e6
 
 @click.command()
 @click.option("--threads", default=64, show_default=True)
-@click.option("--seconds", default=15.0, show_default=True)
+@click.option("--seconds", default=8.0, show_default=True)
 @click.option("--max-memory", default=64.0, show_default=True, help="In MB.")
 @click.option("--precision", "precisions", multiple=True, default=("fp32", "int8"), show_default=True)
 @click.option("--load", type=click.Path(exists=True), hidden=True)
