@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from queue import SimpleQueue
 
 
@@ -14,8 +15,13 @@ class RunSlots:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.free_all()
+        _every.add(self)
+
+    def free_all(self) -> None:
+        """Make all slots free, for a forked process: its copy has none of the threads that run."""
         self._free: SimpleQueue[None] = SimpleQueue()  # faster than threading.Semaphore, which is written in Python
-        for _ in range(number):
+        for _ in range(self.number):
             self._free.put(None)
 
     def __enter__(self) -> None:
@@ -23,6 +29,11 @@ class RunSlots:
 
     def __exit__(self, *error: object) -> None:
         self._free.put(None)
+
+
+_every: weakref.WeakSet[RunSlots] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [slots.free_all() for slots in _every])
 
 
 def cpu_run_slots() -> RunSlots:

@@ -158,3 +158,15 @@ def test_cache_that_grows_takes_a_slot_during_its_copy(path):
     session.run_slots = Counted()
     engine.reorder(state, np.zeros(9, np.int64))
     assert events[-3:] == ["bytes", "begin", "end"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_forked_process_has_free_slots():
+    slots = RunSlots(1)
+    with slots:
+        child = os.fork()
+        if not child:
+            with slots:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
