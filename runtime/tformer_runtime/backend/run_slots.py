@@ -32,8 +32,15 @@ class RunSlots:
 
 
 _every: weakref.WeakSet[RunSlots] = weakref.WeakSet()
+
+
+def _free_every_slot() -> None:
+    for slots in _every:
+        slots.free_all()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [slots.free_all() for slots in _every])
+    os.register_at_fork(after_in_child=_free_every_slot)
 
 
 def cpu_run_slots() -> RunSlots:
