@@ -123,7 +123,7 @@ def fill_unseeing(
 def _hides_by_content(captured: CapturedGraph, bias: Node, masks: Collection[str], computed: bool) -> bool:
     """Return whether a bias may hide a key, and follows from the content of an input that is no mask of padding.
 
-    computed: whether to expect a −inf that is computed: from a logarithm, or from numbers as large as float32 holds.
+    computed: whether to expect a −inf that is computed: a logarithm, a quotient, or a sum of the lowest numbers.
     """
     largest = torch.finfo(torch.float32).max / 2
     hides, follows = meta(bias).dtype == torch.bool, False

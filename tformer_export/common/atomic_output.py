@@ -20,6 +20,7 @@ from typing import TextIO
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
 from tformer_runtime.base.special_files import check_output_name
+from tformer_runtime.base.whole_files import lock_in_place
 
 if sys.platform != "win32":
     import fcntl
@@ -79,13 +80,8 @@ def _locked_folder(out: Path) -> tuple[tempfile.TemporaryDirectory[str], TextIO]
         except BaseException:
             folder.cleanup()
             raise
-        if sys.platform == "win32":
+        if lock_in_place(lock, place):
             return folder, lock
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), os.stat(place)):
-                return folder, lock
         lock.close()
         folder.cleanup()
 

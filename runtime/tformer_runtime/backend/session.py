@@ -35,7 +35,7 @@ from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.manifest_checks import check_graph
-from tformer_runtime.format.model_file import read_manifest, read_mapped_model, verify_file
+from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata, verify_file
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
 from tformer_runtime.format.stage_split import Stage, extract_stage
 
@@ -86,7 +86,8 @@ class Session:
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
-        self.manifest: Manifest = read_manifest(path)
+        metadata = read_metadata(path)
+        self.manifest: Manifest = manifest_of(path, metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
         self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
@@ -94,7 +95,7 @@ class Session:
         self.captures_graphs = False
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
-        check = BackgroundCheck(lambda: verify_file(path)) if verify else None
+        check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
         try:
             self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
         finally:
@@ -276,14 +277,19 @@ class Session:
         return self.device == "cuda"
 
     def _open_capturing(self, model: bytes, folder: Path) -> Any:
-        """Open a decode stage so that its runs are captured as CUDA graphs, if onnxruntime can capture the model."""
+        """Open a decode stage so that its runs are captured as CUDA graphs, if onnxruntime can capture the model.
+
+        A captured graph cannot be stopped, so that runs with a deadline are not captured.
+        """
         assert self.manifest.decode is not None
+        if self._run_seconds is not None:
+            return self._open(model, folder)
         try:
             session = self._open(add_greedy_choice(model, self.manifest.decode), folder, {"enable_cuda_graph": "1"})
         except ModelFileError as error:
             logger.info("no CUDA graphs: %s", error)
             return self._open(model, folder)
-        self.captures_graphs = self._run_seconds is None  # a captured graph is not stopped
+        self.captures_graphs = True
         return session
 
     def _open(self, model: bytes, folder: Path, settings: Mapping[str, str] | None = None) -> Any:

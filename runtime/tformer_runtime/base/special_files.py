@@ -26,6 +26,16 @@ def special_kind(path: str | os.PathLike[str]) -> str | None:
         return None
 
 
+def endless_reason(path: str | os.PathLike[str], name: str | None = None) -> str | None:
+    """Return why a path is not read, as a sentence, if its reading may never end; None for any other path.
+
+    name: of the path in the sentence.
+    """
+    if special_kind(path) is None:
+        return None
+    return f"{name or os.fspath(path)} is no regular file but a pipe or a device, which may never end"
+
+
 def check_output_name(path: Path) -> None:
     """Raise OutputError for a file whose name is too long, itself or with the ending that it has until it is whole."""
     name, whole = len(os.fsencode(path.name)), len(os.fsencode(path))

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from tformer_runtime.base.errors import OutputError
 
@@ -48,11 +48,18 @@ def _locked(part: Path) -> BinaryIO:
     while True:
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # a link may lead to a file of another
         file = os.fdopen(os.open(part, flags, 0o666), "r+b")
-        if sys.platform == "win32":
+        if lock_in_place(file, part):
             return file
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
-                return file
-        file.close()  # another writer has renamed or deleted it meanwhile
+        file.close()
+
+
+def lock_in_place(file: IO[Any], path: Path) -> bool:
+    """Lock an open file, and wait for it. Return whether it is still at its path: another may have taken it away."""
+    if sys.platform == "win32":
+        return True
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Bools
 from tformer_runtime.base.errors import MissingExtraError, OptionError
@@ -168,18 +169,21 @@ def _required_text(matcher: LLMatcher, vocabulary: Vocabulary) -> str:
     """Return the text that must come next, up to MAX_REQUIRED_BYTES: llguidance's own search may never end."""
     matcher, required = matcher.deep_copy(), bytearray()
     while len(required) < MAX_REQUIRED_BYTES and not matcher.is_accepting():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        choices = np.flatnonzero(bits[vocabulary.size : vocabulary.size + 256])
+        choices = np.flatnonzero(_bits(matcher)[vocabulary.size : vocabulary.size + 256])
         if len(choices) != 1 or not matcher.consume_token(vocabulary.size + int(choices[0])):
             break
         required.append(int(choices[0]))
     return required.decode("utf-8", "ignore")
 
 
+def _bits(matcher: LLMatcher) -> npt.NDArray[np.uint8]:
+    """Return for each id that llguidance knows, and then for each byte, 1 if it may come next, and 0 if not."""
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+
+
 def _allowed(matcher: LLMatcher, vocabulary: Vocabulary) -> Bools:
     """Return (vocabulary,) the tokens that a matcher allows next, with end tokens if the text may end."""
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    allowed: Bools = np.unpackbits(bits, count=vocabulary.size, bitorder="little").view(np.bool_)
+    allowed: Bools = _bits(matcher)[: vocabulary.size].view(np.bool_)
     allowed[list(vocabulary.ends)] = matcher.is_accepting()
     return allowed
 

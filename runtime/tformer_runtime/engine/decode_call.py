@@ -93,8 +93,6 @@ class SessionCall:
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
         bound |= dict(zip(static_inputs.context, state.encoder_context.values, strict=True))
         bound |= dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
-        if SLOT_INDICES in self.controls:
-            bound[SLOT_INDICES] = session.host_tensor(self.slot_indices(1))
         if STAGE_INPUT in session.input_shapes("decode"):
             bound[STAGE_INPUT] = static_inputs.decode_flag
         if self.candidates is not None:

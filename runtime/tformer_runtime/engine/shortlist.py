@@ -34,6 +34,11 @@ MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its sh
 MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
 GATHER_DELAY_CALLS = 2  # calls between a change of rows and gathering, which costs about a call: rows may change again
 
+_DAMAGE = (  # errors of base64, numpy and zlib for a text that is none of theirs, without a common base
+    *(ValueError, TypeError, KeyError, OSError, EOFError, OverflowError, NotImplementedError, RuntimeError),
+    *(zlib.error, binascii.Error),
+)
+
 Table = tuple[Ints, npt.NDArray[np.int32]]  # starts, ids: source id i has the candidates ids[starts[i] : starts[i + 1]]
 
 
@@ -96,10 +101,10 @@ class Shortlist:
                 tables = {name: (arrays[f"starts/{name}"], arrays[f"ids/{name}"]) for name in names}
                 shortlist = cls(int(arrays["vocabulary"]), arrays["common"], tables)
             shortlist._check()
-        except (ValueError, TypeError, KeyError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-            raise _damaged(error) from error
-        except (zlib.error, binascii.Error, zipfile.BadZipFile, OverflowError) as error:
-            raise _damaged(error) from error
+        except (*_DAMAGE, zipfile.BadZipFile) as error:
+            raise ModelFileError(
+                f"the file's shortlist is damaged ({error_summary(error)}): export the model again"
+            ) from error
         return shortlist
 
     def _check(self) -> None:
@@ -113,10 +118,6 @@ class Shortlist:
         for begin, (_, listed) in zip(starts, self.tables.values(), strict=True):
             if not len(begin) or begin[0] < 0 or begin[-1] > len(listed) or (np.diff(begin) < 0).any():
                 raise ValueError("its tables do not follow each other")
-
-
-def _damaged(error: Exception) -> ModelFileError:
-    return ModelFileError(f"the file's shortlist is damaged ({error_summary(error)}): export the model again")
 
 
 class Candidates:

@@ -9,15 +9,8 @@ import numpy as np
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.format.dtypes import storage_dtype
-from tformer_runtime.format.manifest import (
-    ADAPTER_INPUT,
-    COLUMN_IDS,
-    COLUMN_WEIGHT,
-    GATHER_IDS,
-    LAST_POSITION,
-    STAGE_INPUT,
-    TOTAL_SLOTS,
-)
+from tformer_runtime.format.manifest import COLUMN_IDS, COLUMN_WEIGHT, STAGE_INPUT
+from tformer_runtime.format.manifest_checks import graph_inputs
 
 MIN_SLOT_INDICES = 256
 
@@ -51,18 +44,7 @@ class StaticInputs:
 
     def _make_placeholders(self) -> dict[str, Any]:
         """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""
-        manifest = self.session.manifest
-        dtypes = {STAGE_INPUT: "bool", ADAPTER_INPUT: "int64"}
-        if manifest.encode:
-            dtypes |= {i.name: i.dtype for i in manifest.encode.inputs}
-            dtypes |= {name: o.dtype for name, o in zip(self.context, manifest.encode.outputs, strict=False)}
-        if manifest.decode:
-            controls = manifest.decode.controls
-            dtypes |= {name: "int32" if name in (LAST_POSITION, TOTAL_SLOTS) else "int64" for name in controls}
-            dtypes |= {manifest.decode.step.name: manifest.decode.step.dtype}
-            dtypes |= {c.past: c.dtype for c in manifest.decode.caches}
-            if manifest.decode.shortlist:
-                dtypes |= {GATHER_IDS: "int64", COLUMN_IDS: "int64", COLUMN_WEIGHT: manifest.decode.shortlist.dtype}
+        dtypes = {name: spec.dtype for name, spec in graph_inputs(self.session.manifest)}
         inputs = {**self.session.input_shapes("encode"), **self.session.input_shapes("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.base.special_files import special_kind
+from tformer_runtime.base.special_files import endless_reason
 from tformer_runtime.format.onnx_fields import (
     MODEL_METADATA_PROPS,
     STRING_STRING_ENTRY_KEY,
@@ -45,13 +45,7 @@ def digest_entry(digest: str, key: str = DIGEST_KEY) -> bytes:
 ENTRY_BYTES = len(digest_entry(new_hash().hexdigest()))
 
 
-def read_digest(path: Path) -> str | None:
-    """Return the digest that ends a file; None for a file without one. Raise OSError."""
-    with path.open("rb") as file:
-        return _digest_of(file)[0]
-
-
-def _digest_of(file: BinaryIO) -> tuple[str | None, int]:
+def digest_of(file: BinaryIO) -> tuple[str | None, int]:
     """Return the digest that ends an open file, and the number of bytes that it is of."""
     size = max(0, os.fstat(file.fileno()).st_size - ENTRY_BYTES)
     file.seek(size)
@@ -75,7 +69,7 @@ def check_digest(path: Path, weights: str | None) -> str | None:
     """
     try:
         with _open(path) as file:
-            digest, size = _digest_of(file)
+            digest, size = digest_of(file)
             if digest is None:
                 return None
             _compare(path, _hash(file, size), digest)
@@ -93,8 +87,8 @@ def check_digest(path: Path, weights: str | None) -> str | None:
 
 def _open(path: Path) -> BinaryIO:
     """Open a file without a buffer. Raise ModelFileError for a pipe or a device, which may never end."""
-    if special_kind(path) is not None:
-        raise ModelFileError(f"{path} is no regular file but a pipe or a device, which may never end")
+    if (reason := endless_reason(path)) is not None:
+        raise ModelFileError(reason)
     return path.open("rb", buffering=0)
 
 
@@ -104,12 +98,6 @@ def _compare(path: Path, digest: str, expected: str) -> None:
             f"{path} is damaged, or was changed after its export: its digest does not match. Copy it again or export "
             "the model again; verify=False opens it as it is"
         )
-
-
-def hash_file(path: Path, size: int) -> str:
-    """Return the hash of the first bytes of a file. size: their number."""
-    with path.open("rb", buffering=0) as file:
-        return _hash(file, size)
 
 
 def _hash(file: BinaryIO, size: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
-from tformer_runtime.format.model_file import read_manifest, read_metadata, verify_file
+from tformer_runtime.format.model_file import manifest_of, read_manifest, read_metadata, verify_file
 
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -78,8 +78,9 @@ def file_fingerprint(path: Path) -> str:
 
 def verified_digest(path: Path) -> str:
     """Return the digest of a file that is as the exporter wrote it. Raise ModelFileError for any other file."""
-    read_manifest(path)
-    digest = verify_file(path)
+    metadata = read_metadata(path)
+    manifest_of(path, metadata)
+    digest = verify_file(path, metadata)
     if digest is None:
         raise ModelFileError(
             f"{path} does not end with a digest: another tool has rewritten it, or it was cut short. Export the model "

@@ -1,7 +1,7 @@
 """Rules of a manifest that concern several of its fields, and a graph that has to be as the manifest describes it.
 
 `Manifest.from_json` has checked each field alone: its type and its bounds. A file from a stranger may break any of the
-rules here, and the runtime would fail late, in the middle of a request, or read other memory than it means.
+rules here. The runtime would then fail in the middle of a request, or read memory that was not meant.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_graph(
     encode_outputs, decode_outputs: those of the stage's graph, which both may be one.
     """
     with _as_file_errors():
-        expected = dict(_graph_inputs(manifest))
+        expected = dict(graph_inputs(manifest))
         for name in inputs:
             if name not in expected:
                 raise _ContradictionError(f"the graph has an input {name!r} that it does not describe")
@@ -156,10 +156,9 @@ def _check_decode(manifest: Manifest, decode: DecodeStage) -> None:
     if not decode.features:
         size = decode.vocabulary or logits.shape[-1]
         special = manifest.special_tokens
-        padding = () if special.pad_token_id is None else (special.pad_token_id,)
-        for ids, limit in ((special.bos_token_ids, size), (special.eos_token_ids, logits.shape[-1]), (padding, None)):
+        for ids, limit in ((special.bos_token_ids, size), (special.eos_token_ids, logits.shape[-1])):
             for token_id in ids:
-                if limit is not None and token_id >= limit:
+                if token_id >= limit:
                     raise _ContradictionError(
                         f"the special token {token_id} is not among the {limit} ids of the vocabulary"
                     )
@@ -181,7 +180,7 @@ def _check_unique(kind: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _graph_inputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
+def graph_inputs(manifest: Manifest) -> Iterator[tuple[str, TensorSpec]]:
     """Yield every input that a graph of this manifest may have."""
     yield STAGE_INPUT, TensorSpec(STAGE_INPUT, "bool", ())
     if manifest.adapters:

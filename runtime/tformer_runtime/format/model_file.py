@@ -12,13 +12,13 @@ memory holds only the weights that it packs for its kernels and the pages of the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.base.special_files import special_kind
+from tformer_runtime.base.special_files import endless_reason
 from tformer_runtime.format.digest import WEIGHTS_DIGEST_KEY, check_digest
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
@@ -48,7 +48,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
     Raise ModelFileError if the file is no tformer model, is damaged, or has another version than this runtime.
     """
-    metadata = read_metadata(path)
+    return manifest_of(path, read_metadata(path))
+
+
+def manifest_of(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Manifest:
+    """Return the manifest in the metadata of a model file. Errors as of `read_manifest`."""
     if MANIFEST_KEY not in metadata:
         raise ModelFileError(f"{os.fspath(path)} has no tformer manifest: export the model with tformer-export")
     try:
@@ -65,12 +69,13 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         return _model_metadata(file, size)
 
 
-def verify_file(path: str | os.PathLike[str]) -> str | None:
+def verify_file(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> str | None:
     """Compare a model file with its digest, and return it; None for a file without one.
 
-    Raise ModelFileError for another digest, and as `read_metadata`. Cost: see `check_digest`.
+    metadata: of the file, from `read_metadata`.
+    Raise ModelFileError for another digest. Cost: see `check_digest`.
     """
-    return check_digest(Path(path).resolve(), read_metadata(path).get(WEIGHTS_DIGEST_KEY))
+    return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY))
 
 
 @contextmanager
@@ -78,8 +83,8 @@ def _open(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
     """Yield the file and its size in bytes. Errors in opening and reading it become a ModelFileError."""
     name = os.fspath(path)
     try:
-        if special_kind(path) is not None:
-            raise ModelFileError(f"{name} is no regular file but a pipe or a device, which may never end")
+        if (reason := endless_reason(path)) is not None:
+            raise ModelFileError(reason)
         with Path(path).open("rb") as file:
             yield file, os.fstat(file.fileno()).st_size
     except FileNotFoundError as error:

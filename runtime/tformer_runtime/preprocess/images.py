@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
-from tformer_runtime.base.special_files import special_kind
+from tformer_runtime.base.special_files import endless_reason
 from tformer_runtime.base.validation import is_count
 from tformer_runtime.format.manifest import IMAGE, Preprocessing
 from tformer_runtime.format.typed_json import read_typed
@@ -276,8 +276,8 @@ def _open(source: Any, name: str) -> Image:
         image = Image.fromarray(source[..., 0] if source.shape[2:] == (1,) else source)
     elif isinstance(source, (str, os.PathLike, bytes)):
         file = io.BytesIO(source) if isinstance(source, bytes) else Path(source)
-        if isinstance(file, Path) and special_kind(file) is not None:
-            raise InputError(f"{name} is no regular file but a pipe or a device, which may never end")
+        if isinstance(file, Path) and (reason := endless_reason(file, name)) is not None:
+            raise InputError(reason)
         with _open_lock, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
             Image.init()

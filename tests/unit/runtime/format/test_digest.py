@@ -16,8 +16,19 @@ from support.toy_models import Toy
 
 from tformer_export.common import onnx_writer
 from tformer_runtime import Model, ModelFileError
-from tformer_runtime.format.digest import DIGEST_KEY, ENTRY_BYTES, WEIGHTS_DIGEST_KEY, read_digest
-from tformer_runtime.format.model_file import read_metadata, verify_file
+from tformer_runtime.format import model_file
+from tformer_runtime.format.digest import DIGEST_KEY, ENTRY_BYTES, WEIGHTS_DIGEST_KEY, digest_of
+from tformer_runtime.format.model_file import read_metadata
+
+
+def read_digest(path):
+    """Return the digest at the end of a file; None for a file without one."""
+    with path.open("rb") as file:
+        return digest_of(file)[0]
+
+
+def verify_file(path):
+    return model_file.verify_file(path, read_metadata(path))
 
 
 @pytest.fixture(scope="module")
