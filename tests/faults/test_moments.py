@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -35,24 +36,26 @@ def timed(run):
     return run(), time.monotonic() - begin
 
 
-@pytest.fixture(scope="module")
-def exporters(shim, tmp_path_factory):
-    modules = ["faults.warm_export", "tformer_export.sources.load"]
+@contextmanager
+def two(shim, tmp_path_factory, command, *modules):
+    """Yield two processes that run a command, for two runs at once."""
     with (
-        Forks(shim, EXPORT, tmp_path_factory.mktemp("first"), *modules) as first,
-        Forks(shim, EXPORT, tmp_path_factory.mktemp("second"), *modules) as second,
+        Forks(shim, command, tmp_path_factory.mktemp("first"), *modules) as first,
+        Forks(shim, command, tmp_path_factory.mktemp("second"), *modules) as second,
     ):
         yield first, second
+
+
+@pytest.fixture(scope="module")
+def exporters(shim, tmp_path_factory):
+    with two(shim, tmp_path_factory, EXPORT, "faults.warm_export", "tformer_export.sources.load") as forks:
+        yield forks
 
 
 @pytest.fixture(scope="module")
 def runners(shim, tmp_path_factory):
-    modules = ["onnxruntime", "tformer_runtime.decoding.ordered"]
-    with (
-        Forks(shim, RUN, tmp_path_factory.mktemp("first"), *modules) as first,
-        Forks(shim, RUN, tmp_path_factory.mktemp("second"), *modules) as second,
-    ):
-        yield first, second
+    with two(shim, tmp_path_factory, RUN, "onnxruntime", "tformer_runtime.decoding.ordered") as forks:
+        yield forks
 
 
 @pytest.fixture(scope="module")
