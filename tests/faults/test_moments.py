@@ -14,7 +14,7 @@ from faults import test_disk_of_exports as exports
 from faults import test_disk_of_runs as runs
 from faults import test_disk_of_training as training
 from faults.processes import EXPORT, RUN, Fault, Forks
-from tformer_runtime.format.model_file import verify_file
+from tformer_runtime.format.info import verified_digest
 
 pytestmark = pytest.mark.thorough
 
@@ -106,7 +106,7 @@ def test_two_exports_of_one_file_at_once(exporters, tmp_path):
             thread.join()
         assert {outcome.status for outcome in outcomes.values()} <= {0, 1}, outcomes
         assert 0 in {outcome.status for outcome in outcomes.values()}, outcomes
-        assert verify_file(folder / "model.onnx")
+        assert verified_digest(folder / "model.onnx")
         assert sorted(path.name for path in folder.iterdir()) == exports.FILES
 
 
