@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def fake_mode(node: Node) -> Any:
 
 
 def fill_unseeing(
-    captured: CapturedGraph, fills: Mapping[Node, float], stepped: Collection[Node], masks: Collection[str]
+    captured: CapturedGraph, fills: Mapping[Node, float], stepped: Set[Node], masks: Collection[str]
 ) -> int:
     """Give queries whose keys are all hidden what torch gives them, and return the number of changed attentions.
 
@@ -96,7 +96,8 @@ def fill_unseeing(
     valid position, so that masks of padding leave one. Such attentions get one more operation.
 
     fills: attention → the number that such a query gets.
-    stepped: nodes that follow from the step input: a model whose positions see no key is refused.
+    stepped: nodes that follow from the step input. An attention whose keys and bias both do is left alone: a model
+        whose positions see no key among the positions before them is refused.
     masks: names of the inputs that are masks of padding.
     """
     filled = 0
@@ -104,7 +105,7 @@ def fill_unseeing(
         bias = attention.args[3]
         if (
             not isinstance(bias, Node)
-            or attention in stepped
+            or {bias, attention.args[1]} <= stepped
             or not _hides_by_content(captured, bias, masks, fill == 0)
         ):
             continue
