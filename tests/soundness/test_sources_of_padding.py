@@ -1,4 +1,4 @@
-"""Cross-attention to a source that the model itself hides as a whole: the file gives what torch gives, at every step."""
+"""Cross-attention to a source that the model itself hides as a whole: the file gives what torch gives."""
 
 from __future__ import annotations
 
