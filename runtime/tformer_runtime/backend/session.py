@@ -32,6 +32,7 @@ from tformer_runtime.base.errors import (
 )
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
+from tformer_runtime.format.derived_weights import with_derived_weights
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.manifest_checks import check_graph
@@ -249,6 +250,15 @@ class Session:
         Both stages may have the same session.
         """
         model, folder = read_mapped_model(self.path)
+        with with_derived_weights(model, folder, os.cpu_count() or 1) as (model, folder):
+            sessions = self._open_stages(model, folder, split_stages)
+        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
+            resident_pages.drop_file_pages(file)
+        resident_pages.trim_heap()
+        return sessions
+
+    def _open_stages(self, model: bytes, folder: Path, split_stages: bool | None) -> dict[SessionName, Any]:
+        """Open the sessions of `_load`. folder: of the references of the model."""
         is_cuda = self.device == "cuda"
         self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         stages: tuple[Stage, ...] = ("encode", "decode")
@@ -266,9 +276,6 @@ class Session:
         if self.captures_graphs:
             assert self.manifest.decode is not None
             sessions["top_logits"] = self._open(top_logits_model(int(self.manifest.decode.logits.shape[-1])), folder)
-        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
-            resident_pages.drop_file_pages(file)
-        resident_pages.trim_heap()
         return sessions
 
     @property

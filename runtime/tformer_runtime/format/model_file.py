@@ -35,11 +35,21 @@ from tformer_runtime.format.onnx_fields import (
     TENSOR_EXTERNAL_DATA,
     TENSOR_RAW_DATA,
 )
-from tformer_runtime.format.onnx_wire import BYTES, WireError, bytes_field, read_field_header, tag, varint, varint_field
+from tformer_runtime.format.onnx_wire import (
+    BYTES,
+    MAX_HEADER_BYTES,
+    WireError,
+    bytes_field,
+    read_field_header,
+    tag,
+    varint,
+    varint_field,
+)
 
 MAX_FIELD_NUMBER = 64  # ModelProto has a few dozen fields at most: a message with a higher number is not ONNX
 MAX_METADATA_TEXT_BYTES = 1 << 30
 MAX_INLINE_BYTES = 1024  # smaller weights stay in the model: onnxruntime reads sizes and shapes from them
+BLOCK_BYTES = 1 << 14  # of one read: most fields of a graph are short, and a block holds many of them
 WEIGHT_ALIGNMENT_BYTES = 64  # kernels read whole vectors, so that weights at other offsets are copied
 
 
@@ -65,8 +75,8 @@ def manifest_of(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Ma
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """Return the metadata_props of an ONNX file. Raise ModelFileError for an unreadable or incomplete file."""
-    with _open(path) as (file, size):
-        return _model_metadata(file, size)
+    with _open(path) as content:
+        return _model_metadata(content)
 
 
 def verify_file(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> str | None:
@@ -78,15 +88,44 @@ def verify_file(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> st
     return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY))
 
 
+class _FileContent:
+    """The bytes of an open file, by position. It keeps the block that was read last."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file, self.size = file, size
+        self._block, self._begin = b"", 0
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` to `end`. Raise WireError if the file has become shorter."""
+        if begin < self._begin or end > self._begin + len(self._block):
+            self.file.seek(begin)
+            self._block, self._begin = self.file.read(max(end - begin, BLOCK_BYTES)), begin
+        content = self._block[begin - self._begin : end - self._begin]
+        if len(content) < end - begin:
+            raise WireError
+        return content
+
+    def field_header(self, position: int, end: int) -> tuple[int, int, int]:
+        """Run `read_field_header` for a message of onnx.proto.
+
+        WireError also for a number that ONNX does not have.
+        """
+        header = self.read(position, min(position + MAX_HEADER_BYTES, self.size))
+        number, start, length = read_field_header(header, 0, end - position)
+        if number > MAX_FIELD_NUMBER:
+            raise WireError
+        return number, position + start, length
+
+
 @contextmanager
-def _open(path: str | os.PathLike[str]) -> Iterator[tuple[BinaryIO, int]]:
-    """Yield the file and its size in bytes. Errors in opening and reading it become a ModelFileError."""
+def _open(path: str | os.PathLike[str]) -> Iterator[_FileContent]:
+    """Yield the content of the file. Errors in opening and reading it become a ModelFileError."""
     name = os.fspath(path)
     try:
         if (reason := endless_reason(path)) is not None:
             raise ModelFileError(reason)
-        with Path(path).open("rb") as file:
-            yield file, os.fstat(file.fileno()).st_size
+        with Path(path).open("rb", buffering=0) as file:
+            yield _FileContent(file, os.fstat(file.fileno()).st_size)
     except FileNotFoundError as error:
         raise ModelFileError(f"{name} does not exist") from error
     except IsADirectoryError as error:
@@ -109,72 +148,76 @@ def read_mapped_model(path: str | os.PathLike[str]) -> tuple[bytes, Path]:
         raise ModelFileError(
             f"{resolved!r} is not a name in UTF-8, which onnxruntime needs: rename the file"
         ) from error
-    with _open(path) as (file, size):
-        return _without_weights(file, size, (MODEL_GRAPH, GRAPH_INITIALIZER), resolved.name), resolved.parent
+    with _open(path) as content:
+        parts: list[bytes] = []
+        _copy_without_weights(content, 0, content.size, (MODEL_GRAPH, GRAPH_INITIALIZER), resolved.name, parts)
+        return b"".join(parts), resolved.parent
 
 
-def _without_weights(file: BinaryIO, end: int, path: tuple[int, ...], file_name: str) -> bytes:
-    """Return a copy of the message that ends at `end`, with references in the place of large weights.
+def _copy_without_weights(
+    content: _FileContent, begin: int, end: int, path: tuple[int, ...], file_name: str, parts: list[bytes]
+) -> None:
+    """Append a copy of a message to `parts`, with references in the place of large weights.
 
+    begin, end: of the message in the file.
     path: field numbers that lead from the message to its tensors; empty if the message is a TensorProto.
     """
-    parts: list[bytes] = []
-    while (begin := file.tell()) < end:
-        number, length = _read_field_header(file, end)
-        field_end = file.tell() + length
+    copied = position = begin  # the message up to `copied` is in `parts`
+
+    def copy_up_to(place: int) -> None:
+        if copied < place:
+            parts.append(content.read(copied, place))
+
+    while position < end:
+        number, start, length = content.field_header(position, end)
         if path and number == path[0]:
-            inner = _without_weights(file, field_end, path[1:], file_name)
-            parts += [tag(number, BYTES), varint(len(inner)), inner]
-        elif not path and number == TENSOR_RAW_DATA and _is_mappable(file.tell(), length):
-            for key, value in (("location", file_name), ("offset", str(file.tell())), ("length", str(length))):
+            copy_up_to(position)
+            inner: list[bytes] = []
+            _copy_without_weights(content, start, start + length, path[1:], file_name, inner)
+            parts += [tag(number, BYTES), varint(sum(map(len, inner))), *inner]
+            copied = start + length
+        elif not path and number == TENSOR_RAW_DATA and _is_mappable(start, length):
+            copy_up_to(position)
+            for key, value in (("location", file_name), ("offset", str(start)), ("length", str(length))):
                 entry = bytes_field(STRING_STRING_ENTRY_KEY, key.encode())
                 entry += bytes_field(STRING_STRING_ENTRY_VALUE, value.encode())
                 parts.append(bytes_field(TENSOR_EXTERNAL_DATA, entry))
             parts.append(varint_field(TENSOR_DATA_LOCATION, TENSOR_DATA_LOCATION_EXTERNAL))
-            file.seek(field_end)
-        else:
-            file.seek(begin)
-            parts.append(file.read(field_end - begin))
-    return b"".join(parts)
+            copied = start + length
+        position = start + length
+    copy_up_to(end)
 
 
 def _is_mappable(offset: int, length: int) -> bool:
     return length > MAX_INLINE_BYTES and offset % WEIGHT_ALIGNMENT_BYTES == 0
 
 
-def _model_metadata(file: BinaryIO, size: int) -> dict[str, str]:
+def _model_metadata(content: _FileContent) -> dict[str, str]:
     """Read a ModelProto and return its metadata. Raise WireError if it has no version or no graph."""
     metadata: dict[str, str] = {}
     seen: set[int] = set()
-    while file.tell() < size:
-        number, length = _read_field_header(file, size)
+    position = 0
+    while position < content.size:
+        number, start, length = content.field_header(position, content.size)
         seen.add(number)
         if number == MODEL_FUNCTIONS:  # functions that call each other twice double at each level
             raise ModelFileError("its graph has functions of its own, which the exporter does not write")
         if number == MODEL_METADATA_PROPS:
-            key, value = _read_entry(file, file.tell() + length)
+            key, value = _read_entry(content, start, start + length)
             metadata[key] = value
-        else:
-            file.seek(length, os.SEEK_CUR)
+        position = start + length
     if not {MODEL_IR_VERSION, MODEL_GRAPH} <= seen:
         raise WireError
     return metadata
 
 
-def _read_entry(file: BinaryIO, end: int) -> tuple[str, str]:
+def _read_entry(content: _FileContent, position: int, end: int) -> tuple[str, str]:
     """Read a StringStringEntryProto and return its key and value."""
     texts = {STRING_STRING_ENTRY_KEY: "", STRING_STRING_ENTRY_VALUE: ""}
-    while file.tell() < end:
-        number, length = _read_field_header(file, end)
+    while position < end:
+        number, start, length = content.field_header(position, end)
         if number not in texts or length > MAX_METADATA_TEXT_BYTES:
             raise WireError
-        texts[number] = file.read(length).decode()
+        position = start + length
+        texts[number] = content.read(start, position).decode()
     return texts[STRING_STRING_ENTRY_KEY], texts[STRING_STRING_ENTRY_VALUE]
-
-
-def _read_field_header(file: BinaryIO, end: int) -> tuple[int, int]:
-    """Run `read_field_header` for a message of onnx.proto. WireError also for a number that ONNX does not have."""
-    number, length = read_field_header(file, end)
-    if number > MAX_FIELD_NUMBER:
-        raise WireError
-    return number, length

@@ -7,11 +7,12 @@ field numbers.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
+MAX_VARINT_BYTES = 10
+MAX_HEADER_BYTES = 2 * MAX_VARINT_BYTES  # of a tag, and the varint after it
 _FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length
 
 
@@ -58,41 +59,52 @@ def varint_field(number: int, value: int) -> bytes:
 
 def iter_fields(content: bytes) -> Iterator[Field]:
     """Yield the fields of a message, in their order. Raise WireError if the bytes are not a message."""
-    stream = io.BytesIO(content)
-    while (begin := stream.tell()) < len(content):
-        number, length = read_field_header(stream, len(content))
-        start = stream.tell()
-        end = stream.seek(length, io.SEEK_CUR)
-        yield Field(number, content[start:end], content[begin:end])
+    begin, end = 0, len(content)
+    while begin < end:
+        number, start, length = read_field_header(content, begin, end)
+        yield Field(number, content[start : start + length], content[begin : start + length])
+        begin = start + length
 
 
-def read_field_header(file: BinaryIO, end: int) -> tuple[int, int]:
-    """Read a tag and return the field's number and the bytes of content that follow.
+def read_field_header(data: bytes, position: int, end: int) -> tuple[int, int, int]:
+    """Read the tag at a position. Return the field's number, and the place and number of its bytes of content.
 
     The value of a varint is read as well, so that its content has 0 bytes.
+    data: has the tag, with the length or the varint after it, at most `MAX_HEADER_BYTES`. The content may be elsewhere.
+    end: of the message that has the field.
     Raise WireError if no field begins here, or if the field extends beyond `end`.
     """
-    header = _read_varint(file)
+    header, position = read_varint(data, position)
     number, wire_type = header >> 3, header & 7
     length = _FIXED_BYTES.get(wire_type, 0)
     if wire_type == VARINT:
-        _read_varint(file)
+        _, position = read_varint(data, position)
     elif wire_type == BYTES:
-        length = _read_varint(file)
+        length, position = read_varint(data, position)
     elif wire_type not in _FIXED_BYTES:
         raise WireError
-    if number == 0 or file.tell() + length > end:
+    if number == 0 or position + length > end:
         raise WireError
-    return number, length
+    return number, position, length
 
 
-def _read_varint(file: BinaryIO) -> int:
+def varint_of(field: Field) -> int:
+    """Return the number of a field that is a varint. Raise WireError if it is none."""
+    header, position = read_varint(field.encoded, 0)
+    if header & 7 != VARINT:
+        raise WireError
+    return read_varint(field.encoded, position)[0]
+
+
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the number that is encoded at a position, and the position after it. Raise WireError if there is none."""
     value = 0
-    for shift in range(0, 70, 7):
-        byte = file.read(1)
-        if not byte:
+    for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
+        if position >= len(data):
             raise WireError
-        value |= (byte[0] & 0x7F) << shift
-        if byte[0] < 0x80:
-            return value
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
     raise WireError

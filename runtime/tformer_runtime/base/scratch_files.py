@@ -1,0 +1,73 @@
+"""A file for as long as a block of code runs, in the folder for temporary files.
+
+A killed process leaves its file. So each file is locked while it is in use, and the next one that is made deletes those
+that nobody holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tformer_runtime.base.whole_files import lock_in_place
+
+if sys.platform != "win32":
+    import fcntl
+
+PREFIX = "tformer-scratch-"
+
+
+@contextlib.contextmanager
+def scratch_file(size: int) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a file of so many zero bytes, readable by its user alone, and its path. It is deleted after the block.
+
+    Raise OSError if it cannot be made, as on a full disk.
+    """
+    folder = Path(tempfile.gettempdir()).resolve()
+    _delete_left_files(folder)
+    file, path = _new_file(folder)
+    with file:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a crash later
+            else:
+                file.truncate(size)
+            yield file, path
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _new_file(folder: Path) -> tuple[BinaryIO, Path]:
+    """Make a file and lock it. Another process may delete it before it is locked: then make another."""
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+        file, path = os.fdopen(descriptor, "r+b", buffering=0), Path(name)
+        if lock_in_place(file, path):
+            return file, path
+        file.close()
+
+
+def _delete_left_files(folder: Path) -> None:
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # of another user, or deleted in the meantime
+            flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
+            with os.fdopen(os.open(path, flags), "r+b", buffering=0) as file:
+                if os.fstat(file.fileno()).st_uid == os.getuid() and _is_free(file):
+                    path.unlink()
+
+
+def _is_free(file: BinaryIO) -> bool:
+    """Lock a file without waiting. Return whether nobody else holds it."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

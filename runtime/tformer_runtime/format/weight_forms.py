@@ -1,0 +1,77 @@
+"""Forms of integer weights that kernels read, made by numpy from the forms that a file stores.
+
+The results are those of the operators that the exporter writes (`tformer_export/quantize/weight_storage.py`). Each
+function writes a matrix into a given array, in blocks that fit into a core's cache: a billion weights take about half a
+second of one core. Several matrices can be written at the same time, because numpy holds no lock while it computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tformer_runtime.base.arrays import Array
+
+BLOCK_COLUMNS, STRIP_COLUMNS = 1024, 64  # of one block, and of one step of its transposition
+INT4_OFFSET = 8  # a stored number of 4 bits is 0 … 15 for -8 … 7
+
+
+def transpose(source: Array, out: Array) -> None:
+    """Write the transpose of (N, K) into (K, N), in strips of columns: both sides then stay in the cache."""
+    for begin in range(0, len(source), STRIP_COLUMNS):
+        out[:, begin : begin + STRIP_COLUMNS] = source[begin : begin + STRIP_COLUMNS].T
+
+
+def columns_of_4_bits(packed: npt.NDArray[np.uint8], factors: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
+    """Write the int8 columns m · q of weights w = scale · m · q.
+
+    packed: (N, blocks, block / 2). Byte i of a block holds the numbers q + 8 of 4 bits of its rows 2i and 2i + 1, the
+        first in the lower half.
+    factors: m, (N, blocks).
+    out: (K, N), with K at most blocks · block: further rows of the last block are left out.
+    """
+    count, blocks, half = packed.shape
+    source, multipliers = packed.reshape(count, blocks * half), np.ascontiguousarray(factors.T).view(np.int8)
+    width = min(BLOCK_COLUMNS, count)
+    turned, numbers = np.empty((blocks * half, width), np.uint8), np.empty((half, width), np.uint8)
+    for first in range(0, count, width):
+        columns = slice(first, min(first + width, count))
+        used = columns.stop - first
+        transpose(source[columns], turned[:, :used])
+        unsigned = numbers[:, :used]
+        signed = unsigned.view(np.int8)
+        for block in range(blocks):
+            pairs, rows = (
+                turned[block * half : (block + 1) * half, :used],
+                out[2 * block * half : 2 * (block + 1) * half],
+            )
+            for parity in (0, 1):
+                half_of_rows = rows[parity::2, columns]
+                np.bitwise_and(pairs, 15, out=unsigned) if parity == 0 else np.right_shift(pairs, 4, out=unsigned)
+                unsigned -= INT4_OFFSET
+                np.multiply(signed[: len(half_of_rows)], multipliers[block, columns], out=half_of_rows)
+
+
+def columns_of_8_bits(packed: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
+    """Write int8 columns.
+
+    packed: (N, blocks, block), the rows of each column, plus 128.
+    out: (K, N), with K at most blocks · block: further rows of the last block are left out.
+    """
+    rows = packed.reshape(len(packed), -1)[:, : len(out)]
+    transpose(rows, out.view(np.uint8))
+    np.bitwise_xor(out.view(np.uint8), 128, out=out.view(np.uint8))
+
+
+def packed_8_bits(rows: npt.NDArray[np.int8], out: npt.NDArray[np.uint8]) -> None:
+    """Write the packed form of `columns_of_8_bits`, (N, blocks, block).
+
+    rows: (N, K), and also the transpose of (K, N). Rows that fill the last block are 128, which is zero.
+    """
+    count, inner = rows.shape
+    filled = out.reshape(count, -1)
+    for begin in range(0, count, STRIP_COLUMNS):
+        strip = filled[begin : begin + STRIP_COLUMNS]
+        strip[:, :inner] = rows[begin : begin + STRIP_COLUMNS].view(np.uint8)
+        strip[:, :inner] ^= 128
+        strip[:, inner:] = 128
