@@ -6,6 +6,9 @@ typed_json       JSON as dataclasses, by their type hints
 digest           whether a file is as the exporter wrote it
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two
+derived_weights  compute the weights that a file derives from stored ones
+weight_patterns  recognise the operators that derive them; constant_nodes: the constants of a graph
+weight_forms     the forms of weights, made by numpy
 sizes            lengths of one row along the free axes of its inputs and outputs
 dtypes           types that numpy does not have
 onnx_fields      field numbers of onnx.proto

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import onnx
 import pytest
 from hypothesis import given
@@ -38,6 +37,8 @@ ENUM_VALUES = {
     "ATTRIBUTE_TYPE_INT": onnx.AttributeProto.INT,
     "TENSOR_DATA_LOCATION_EXTERNAL": onnx.TensorProto.EXTERNAL,
     "DATA_TYPE_FLOAT": onnx.TensorProto.FLOAT,
+    "DATA_TYPE_UINT8": onnx.TensorProto.UINT8,
+    "DATA_TYPE_INT8": onnx.TensorProto.INT8,
     "DATA_TYPE_INT32": onnx.TensorProto.INT32,
     "DATA_TYPE_INT64": onnx.TensorProto.INT64,
     "DATA_TYPE_BFLOAT16": onnx.TensorProto.BFLOAT16,

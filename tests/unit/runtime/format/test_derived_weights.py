@@ -1,0 +1,230 @@
+"""Weights that a file derives: numpy's equal those that onnxruntime computes from the same file, and so do results."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from support.small_graphs import model_of
+
+from tformer_export import Quantization, export
+from tformer_export.common.onnx_writer import write
+from tformer_export.quantize import quantize_weights
+from tformer_models.seq2seq import Seq2SeqTransformer
+from tformer_runtime.backend import session as session_module
+from tformer_runtime.backend.session import Session
+from tformer_runtime.base import scratch_files
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.derived_weights import with_derived_weights
+from tformer_runtime.format.model_file import read_mapped_model
+
+VOCABULARY = 200
+
+
+def small_model(inner: int) -> onnx.ModelProto:
+    """Return ids → rows of a table → two products and the product with the table."""
+    random = np.random.default_rng(inner)
+    weights = {
+        "table": random.standard_normal((VOCABULARY, inner)),
+        "up": random.standard_normal((inner, 72)),
+        "down": random.standard_normal((72, inner)),
+    }
+    weights["columns"] = weights["table"].T  # one matrix, which is stored once
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x"]),
+        helper.make_node("MatMul", ["x", "up"], ["h"], name="up"),
+        helper.make_node("Tanh", ["h"], ["a"]),
+        helper.make_node("MatMul", ["a", "down"], ["z"], name="down"),
+        helper.make_node("MatMul", ["z", "columns"], ["y"], name="out"),
+    ]
+    ports = {"ids": (TensorProto.INT64, ["batch", "new"])}, {"y": ["batch", "new", VOCABULARY]}
+    return model_of(nodes, *ports, {n: np.ascontiguousarray(w, np.float32) for n, w in weights.items()})
+
+
+def quantised_file(folder: Path, inner: int, bits: int, goal: str) -> Path:
+    model = ir.from_proto(small_model(inner))
+    quantize_weights(model, bits, goal, "ids", on_cpu=True)
+    write(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@contextmanager
+def opened(path: Path):
+    """Yield the rewritten model, with the values of its references, and the folder of the references."""
+    model, folder = read_mapped_model(path)
+    with with_derived_weights(model, folder, 2) as (rewritten, root):
+        yield onnx.load_from_string(rewritten), root
+
+
+def values_of(model: onnx.ModelProto, root: Path) -> dict[str, np.ndarray]:
+    onnx.external_data_helper.load_external_data_for_model(model, str(root))
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+@pytest.mark.parametrize("goal", ["throughput", "latency"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inner", [48, 100, 300])  # 100 and 300 rows do not fill blocks
+def test_weights_equal_those_that_onnxruntime_derives(inner, bits, goal, tmp_path):
+    path = quantised_file(tmp_path, inner, bits, goal)
+    stored = onnx.load(path)
+    with opened(path) as (model, root):
+        derived = {t.name for t in model.graph.initializer} - {t.name for t in stored.graph.initializer}
+        assert derived, "nothing is derived here, so that nothing is compared"
+        values = values_of(model, root)
+    kinds = {n.name: n.type.tensor_type.elem_type for n in stored.graph.output}
+    for name in sorted(derived - kinds.keys()):
+        kind = helper.np_dtype_to_tensor_dtype(values[name].dtype)
+        stored.graph.output.append(helper.make_tensor_value_info(name, kind, values[name].shape))
+    session = onnxruntime.InferenceSession(stored.SerializeToString())
+    for name, expected in zip(sorted(derived), session.run(sorted(derived), {"ids": np.array([[3]])}), strict=True):
+        assert values[name].dtype == expected.dtype
+        np.testing.assert_array_equal(values[name], expected)
+    remaining = {n.op_type for n in model.graph.node if n.op_type in ("BitwiseXor", "Gather", "Transpose")}
+    assert remaining <= {"Gather"}  # of the embedding
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["one file", "two files"])
+def test_onnxruntime_opens_the_rewritten_model(external, tmp_path):
+    path = quantised_file(tmp_path, 300, 4, "throughput")
+    ids = {"ids": np.arange(40).reshape(4, 10)}
+    (expected,) = onnxruntime.InferenceSession(path).run(None, ids)
+    if external:
+        proto = onnx.load(path)
+        path = tmp_path / "second.onnx"
+        onnx.save(proto, path, save_as_external_data=True, location="second.onnx.data", size_threshold=1024)
+    options = onnxruntime.SessionOptions()
+    with opened(path) as (model, root):
+        assert root == Path("/")
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(root))
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    (actual,) = session.run(None, ids)  # the scratch file is deleted
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(("bits", "goal"), [("int8", "latency"), ("int4", "throughput"), ("int4", "latency")])
+def test_an_exported_file_gives_the_same_bits(bits, goal, tmp_path, monkeypatch):
+    torch.manual_seed(5)
+    module = Seq2SeqTransformer(
+        source_vocabulary=64, target_vocabulary=64, width=64, heads=2, encoder_layers=1, decoder_layers=1,
+        feedforward=128, max_length=20, dropout=0.0,
+    ).eval()  # fmt: skip
+    ids, path = torch.tensor([[3, 4, 5], [6, 7, 8]]), tmp_path / "model.onnx"
+    export(
+        module, path, {"src": ids, "tgt": ids}, "tgt", quantization=Quantization(bits), optimize_for=goal,
+        special_tokens={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    )  # fmt: skip
+    actual = logits(path)
+
+    @contextmanager
+    def unchanged(model, folder, threads):
+        yield model, folder
+
+    monkeypatch.setattr(session_module, "with_derived_weights", unchanged)
+    np.testing.assert_array_equal(actual, logits(path))
+
+
+def logits(path: Path) -> np.ndarray:
+    engine = Engine(Session(path, "cpu", threads=1))
+    state = engine.start({"src": [np.array([3, 4, 5, 9]), np.array([6, 7])]}, 2)
+    return np.stack([engine.step(state, np.array(tokens)).copy() for tokens in ([[1], [1]], [[7], [30]])])
+
+
+def test_without_a_place_for_the_scratch_file_onnxruntime_derives(tmp_path, monkeypatch):
+    path = quantised_file(tmp_path, 100, 4, "throughput")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    model, folder = read_mapped_model(path)
+    with with_derived_weights(model, folder, 2) as result:
+        assert result == (model, folder)
+
+
+def test_no_scratch_file_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    path = quantised_file(tmp_path, 100, 4, "throughput")
+    in_block = []
+
+    def fail() -> None:
+        with opened(path):
+            in_block.extend((tmp_path / "temporary").iterdir())
+            raise RuntimeError("of the block")
+
+    with pytest.raises(RuntimeError, match="of the block"):
+        fail()
+    assert len(in_block) == 1
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_files_of_killed_processes_are_deleted_and_used_ones_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{scratch_files.PREFIX}left"
+    left.write_bytes(b"weights")
+    with scratch_files.scratch_file(8) as (_, used), scratch_files.scratch_file(8) as (_, other):
+        assert {used, other} == set(tmp_path.iterdir())
+
+
+def altered(path: Path, change) -> tuple[bytes, Path]:
+    """Return a model that `change` has changed, as it is read, and its folder."""
+    model, folder = read_mapped_model(path)
+    proto = onnx.load_from_string(model)
+    change(proto.graph)
+    return proto.SerializeToString(), folder
+
+
+def _initializer(graph, ending):
+    return next(t for t in graph.initializer if t.name.endswith(ending))
+
+
+def _other_table(graph):
+    numbers = _initializer(graph, "unpack.numbers")
+    numbers.CopyFrom(numpy_helper.from_array(np.arange(16, dtype=np.int32), numbers.name))
+
+
+def _outside(graph):
+    _initializer(graph, "up.packed").external_data[0].value = "../secret"
+
+
+def _attribute_outside(graph):
+    tensor = TensorProto(name="t", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "etc/passwd"), ("offset", "0"), ("length", "16")):
+        tensor.external_data.add(key=key, value=value)
+    graph.node.append(helper.make_node("Constant", [], ["stolen"], value=tensor))
+
+
+def _too_long(graph):
+    entry = next(e for e in _initializer(graph, "up.packed").external_data if e.key == "offset")
+    entry.value = str(1 << 40)
+
+
+def _no_number(graph):
+    next(e for e in _initializer(graph, "up.packed").external_data if e.key == "offset").value = "x"
+
+
+def _loud_factor(graph):
+    factors = _initializer(graph, "up.factors")
+    values = np.full(list(factors.dims), 9, np.uint8)
+    factors.CopyFrom(numpy_helper.from_array(values, factors.name))
+
+
+CHANGES = [_outside, _attribute_outside, _too_long, _no_number, _loud_factor]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_damaged_or_hostile_model_is_left_to_onnxruntime(change, tmp_path):
+    model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), change)
+    with with_derived_weights(model, folder, 2) as result:
+        assert result == (model, folder)
+
+
+def test_other_numbers_in_the_table_are_left_to_onnxruntime(tmp_path):
+    model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), _other_table)
+    with with_derived_weights(model, folder, 2) as (rewritten, _):
+        names = {name for node in onnx.load_from_string(rewritten).graph.node for name in node.output}
+        assert any(name.endswith(".pairs") for name in names)
