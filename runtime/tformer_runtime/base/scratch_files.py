@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +27,8 @@ def scratch_file(size: int) -> Iterator[tuple[BinaryIO, Path]]:
 
     Raise OSError if it cannot be made, as on a full disk.
     """
+    import tempfile  # takes 3 ms to import
+
     folder = Path(tempfile.gettempdir()).resolve()
     _delete_left_files(folder)
     file, path = _new_file(folder)
@@ -45,6 +46,8 @@ def scratch_file(size: int) -> Iterator[tuple[BinaryIO, Path]]:
 
 def _new_file(folder: Path) -> tuple[BinaryIO, Path]:
     """Make a file and lock it. Another process may delete it before it is locked: then make another."""
+    import tempfile
+
     while True:
         descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
         file, path = os.fdopen(descriptor, "r+b", buffering=0), Path(name)

@@ -66,6 +66,8 @@ class Tensor:
         """Return the values. Raise ValueError if there are fewer bytes than the shape has."""
         if self.dtype is None:
             raise OtherFormError
+        if self.file and self.size != math.prod(self.shape) * self.dtype.itemsize:
+            raise ValueError("a stored weight has another size than its shape")
         source, offset = (files[self.file], self.offset) if self.file else (self.inline, 0)
         return np.frombuffer(source, self.dtype, math.prod(self.shape), offset).reshape(self.shape)
 

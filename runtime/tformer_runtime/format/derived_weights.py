@@ -18,7 +18,6 @@ import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,7 +26,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.scratch_files import scratch_file
-from tformer_runtime.format.constant_nodes import DTYPES, Node, OtherFormError, Scope, parse_node, parse_tensor
+from tformer_runtime.format.constant_nodes import DTYPES, Node, OtherFormError, Scope, Tensor, parse_node, parse_tensor
 from tformer_runtime.format.onnx_fields import (
     ATTRIBUTE_G,
     GRAPH_INITIALIZER,
@@ -48,6 +47,8 @@ from tformer_runtime.format.weight_patterns import DerivedWeight, match_weight
 
 logger = logging.getLogger("tformer")
 
+MIN_DERIVED_BYTES = 1 << 20  # of a model: onnxruntime derives fewer in less time than a scratch file takes
+MAX_GROWTH = 4  # derived numbers for each stored one: at most two in a byte, and a padded block
 PLACE_BYTES = 1 << 16  # places in the scratch file are multiples of it: of a page, as large as pages are anywhere
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _OPERATORS = {  # of the nodes that derive weights
@@ -107,10 +108,13 @@ def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStac
     if os.name != "posix":  # a path relative to the root of all files is not one on another drive
         return None
     try:
-        plan = _Plan(folder)
-        parts = plan.model(model)
-        if not plan.weights:
+        fields = list(iter_fields(model))
+        graph = _Graph(b"".join(each.content for each in fields if each.number == MODEL_GRAPH), None)  # may be in parts
+        if sum(math.prod(weight.shape) for weight in graph.all_weights()) < MIN_DERIVED_BYTES:
             return None
+        plan = _Plan(folder)
+        parts: _Parts = [_plain(each) for each in fields if each.number != MODEL_GRAPH]
+        parts.append((MODEL_GRAPH, plan.parts(graph)))
         file, path = stack.enter_context(scratch_file(plan.size))
         plan.write(file, threads)
     except (OtherFormError, WireError, RecursionError):  # onnxruntime says what is wrong with it
@@ -133,8 +137,38 @@ def _encode(parts: _Parts, scratch: Path) -> bytes:
     return b"".join(encoded)
 
 
+class _Graph:
+    """A graph, its derived weights, and the graphs within it.
+
+    nodes: the nodes in front that derive weights, by their encoding.
+    weights: the recognised weights by name. kept: names of the values that onnxruntime derives.
+    inner: the graphs of attributes, by their encoding.
+    """
+
+    def __init__(self, content: bytes, outer: Scope | None) -> None:
+        self.is_main = outer is None
+        self.fields = list(iter_fields(content))
+        scope = Scope(self.fields, outer)
+        self.nodes = _derived_nodes(self.fields, scope)
+        self.weights, self.kept = _match_all(self.nodes, scope)
+        self.inner = {
+            part.content: _Graph(part.content, scope)
+            for node in self.fields
+            if node.number == GRAPH_NODE and b"_branch" in node.content
+            for attribute in iter_fields(node.content)
+            if attribute.number == NODE_ATTRIBUTE
+            for part in iter_fields(attribute.content)
+            if part.number == ATTRIBUTE_G
+        }
+
+    def all_weights(self) -> Iterator[DerivedWeight]:
+        yield from self.weights.values()
+        for graph in self.inner.values():
+            yield from graph.all_weights()
+
+
 class _Plan:
-    """The derived weights of a model, and their places in the scratch file.
+    """The places of derived weights in the scratch file, and the model with references to them.
 
     folder: of the model file.
     size: of the scratch file.
@@ -144,39 +178,29 @@ class _Plan:
         self.folder = folder
         self.weights: list[tuple[DerivedWeight, int]] = []
         self.size = 0
+        self._file_sizes: dict[str, int] = {}
 
-    def model(self, model: bytes) -> _Parts:
-        """Return the parts of the model. Raise OtherFormError if a reference into a file is where none is expected."""
-        fields = list(iter_fields(model))
-        graph = b"".join(each.content for each in fields if each.number == MODEL_GRAPH)  # a message may be in parts
-        rest: _Parts = [_plain(each) for each in fields if each.number != MODEL_GRAPH]
-        return [*rest, (MODEL_GRAPH, self._graph(graph, None))]
-
-    def _graph(self, content: bytes, outer: Scope | None) -> _Parts:
-        """Return the parts of a graph, and plan its derived weights."""
-        fields = list(iter_fields(content))
-        scope = Scope(fields, outer)
-        nodes = _derived_nodes(fields, scope)
-        weights, kept = _match_all(nodes, scope)
-        parts: _Parts = [(GRAPH_INITIALIZER, self._add(name, weight)) for name, weight in weights.items()]
-        for each in fields:
-            if each.number == GRAPH_NODE and each.encoded in nodes:
-                parts += [each.encoded] if nodes[each.encoded].output in kept else []
+    def parts(self, graph: _Graph) -> _Parts:
+        """Return the parts of a graph. Raise OtherFormError if a reference into a file is where none is expected."""
+        parts: _Parts = [(GRAPH_INITIALIZER, self._add(name, weight)) for name, weight in graph.weights.items()]
+        for each in graph.fields:
+            if each.number == GRAPH_NODE and each.encoded in graph.nodes:
+                parts += [each.encoded] if graph.nodes[each.encoded].output in graph.kept else []
             elif each.number == GRAPH_NODE and b"_branch" in each.content:
-                parts.append((GRAPH_NODE, self._choice(each.content, scope)))
-            elif each.number == GRAPH_INITIALIZER and outer is None:
+                parts.append((GRAPH_NODE, self._choice(each.content, graph)))
+            elif each.number == GRAPH_INITIALIZER and graph.is_main:
                 parts.append(self._initializer(each))
             else:
                 parts.append(_plain(each))
         return parts
 
-    def _choice(self, node: bytes, scope: Scope) -> _Parts:
+    def _choice(self, node: bytes, graph: _Graph) -> _Parts:
         """Return the parts of a node with graphs as attributes."""
         parts: _Parts = []
         for each in iter_fields(node):
             if each.number == NODE_ATTRIBUTE:
                 inner: _Parts = [
-                    (ATTRIBUTE_G, self._graph(part.content, scope)) if part.number == ATTRIBUTE_G else _plain(part)
+                    (ATTRIBUTE_G, self.parts(graph.inner[part.content])) if part.number == ATTRIBUTE_G else _plain(part)
                     for part in iter_fields(each.content)
                 ]
                 parts.append((NODE_ATTRIBUTE, inner))
@@ -189,12 +213,20 @@ class _Plan:
         if _LOCATION.search(initializer.content) is None:
             return initializer.encoded
         tensor = parse_tensor(initializer.content)
-        path = self.folder / tensor.file
-        if path.parent != self.folder or path.name != tensor.file or path.is_symlink():
-            raise OtherFormError  # onnxruntime refuses a file in another folder
+        self._check_place(tensor)
         place = TENSOR_EXTERNAL_DATA, TENSOR_DATA_LOCATION
         kept = tuple(each.encoded for each in iter_fields(initializer.content) if each.number not in place)
-        return GRAPH_INITIALIZER, _Reference(kept, path, tensor.offset, tensor.size)
+        return GRAPH_INITIALIZER, _Reference(kept, self.folder / tensor.file, tensor.offset, tensor.size)
+
+    def _check_place(self, tensor: Tensor) -> None:
+        """Raise OtherFormError if the bytes of a tensor are in another folder, or beyond the end of their file."""
+        if tensor.file not in self._file_sizes:
+            path = self.folder / tensor.file
+            if path.parent != self.folder or path.name != tensor.file or path.is_symlink():
+                raise OtherFormError  # onnxruntime refuses it
+            self._file_sizes[tensor.file] = path.stat().st_size
+        if tensor.offset + tensor.size > self._file_sizes[tensor.file]:
+            raise OtherFormError
 
     def _add(self, name: bytes, weight: DerivedWeight) -> _Reference:
         """Return the reference to a weight, and give it a place in the scratch file if it has to be computed."""
@@ -203,16 +235,23 @@ class _Plan:
             varint_field(TENSOR_DATA_TYPE, _CODES[weight.dtype]),
             bytes_field(TENSOR_NAME, name),
         )
+        for source in weight.sources:
+            if source.file:
+                self._check_place(source)
         if weight.write is None:
             (same,) = weight.sources
             return _Reference(fields, self.folder / same.file, same.offset, same.size)
         place, size = self.size, math.prod(weight.shape)
+        if size > MAX_GROWTH * sum(math.prod(source.shape) for source in weight.sources):
+            raise OtherFormError
         self.weights.append((weight, place))
         self.size += -(-size // PLACE_BYTES) * PLACE_BYTES
         return _Reference(fields, None, place, size)
 
     def write(self, file: BinaryIO, threads: int) -> None:
         """Compute all weights. Raise OSError or ValueError if a stored weight cannot be read."""
+        from concurrent.futures import ThreadPoolExecutor  # takes 2 ms to import
+
         names = {tensor.file for weight, _ in self.weights for tensor in weight.sources if tensor.file}
         stored = {name: _mapped(self.folder / name) for name in names}
         with ThreadPoolExecutor(threads) as pool:

@@ -23,10 +23,16 @@ from tformer_runtime.backend import session as session_module
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base import scratch_files
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format import derived_weights
 from tformer_runtime.format.derived_weights import with_derived_weights
 from tformer_runtime.format.model_file import read_mapped_model
 
 VOCABULARY = 200
+
+
+@pytest.fixture(autouse=True)
+def _small_models_too(monkeypatch):
+    monkeypatch.setattr(derived_weights, "MIN_DERIVED_BYTES", 1)
 
 
 def small_model(inner: int) -> onnx.ModelProto:
