@@ -8,13 +8,17 @@ import math
 import mmap
 import os
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.scratch_files import is_scratch_file
 
+DROP_SECONDS = 0.1  # between two times that pages are dropped: a core packs about 200 MB in it
 MIN_MAPPED_BYTES = 1 << 17  # smaller arrays are left to malloc
 _HUGE_PAGES_BYTES = 1 << 22  # from here on numpy asks for huge pages as well
 
@@ -42,11 +46,33 @@ def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, pages)
 
 
-def drop_file_pages(path: Path) -> None:
-    """Drop the resident pages of a file's mappings in this process. Later reads load them from the file again.
+@contextlib.contextmanager
+def few_file_pages(path: Path) -> Iterator[None]:
+    """Keep few pages of a model file and of scratch files resident while the block opens the file.
 
-    onnxruntime reads weights once to pack them for its kernels and keeps the packed copy. Without this function, both
-    copies stay in memory. Does nothing on systems without /proc/self/maps.
+    onnxruntime lets the stored weights go as it packs them, but those that a branch of an `If` reads only at the end.
+    """
+    done = threading.Event()
+
+    def drop_again() -> None:
+        while not done.wait(DROP_SECONDS):
+            drop_file_pages(path)
+
+    thread = threading.Thread(target=drop_again, name="tformer-pages", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        drop_file_pages(path)
+
+
+def drop_file_pages(path: Path) -> None:
+    """Drop the resident pages of a model file, its second file and scratch files from this process.
+
+    Later reads load them from the files again. onnxruntime reads weights once to pack them for its kernels and keeps
+    the packed copy. Without this function, both copies stay in memory. Does nothing on systems without /proc/self/maps.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
@@ -54,9 +80,10 @@ def drop_file_pages(path: Path) -> None:
     except (OSError, AttributeError, UnicodeDecodeError):
         return
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    name = os.fspath(path.resolve())
+    resolved = path.resolve()
+    names = {os.fspath(resolved), f"{resolved}.data"}
     for mapping in map(_MAPPING.fullmatch, lines):
-        if mapping and mapping[3] == name:
+        if mapping and (mapping[3] in names or is_scratch_file(mapping[3])):
             start, end = int(mapping[1], 16), int(mapping[2], 16)
             advise(start, end - start, _MADV_PAGEOUT)
 

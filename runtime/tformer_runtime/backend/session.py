@@ -251,9 +251,8 @@ class Session:
         """
         model, folder = read_mapped_model(self.path)
         with with_derived_weights(model, folder, os.cpu_count() or 1) as (model, folder):
-            sessions = self._open_stages(model, folder, split_stages)
-        for file in (self.path, self.path.with_name(f"{self.path.name}.data")):
-            resident_pages.drop_file_pages(file)
+            with resident_pages.few_file_pages(self.path):
+                sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()
         return sessions
 

@@ -21,6 +21,11 @@ if sys.platform != "win32":
 PREFIX = "tformer-scratch-"
 
 
+def is_scratch_file(name: str) -> bool:
+    """Return whether a path is one of `scratch_file`."""
+    return os.path.basename(name).startswith(PREFIX)
+
+
 @contextlib.contextmanager
 def scratch_file(size: int) -> Iterator[tuple[BinaryIO, Path]]:
     """Yield a file of so many zero bytes, readable by its user alone, and its path. It is deleted after the block.
