@@ -2,7 +2,8 @@
 
 The other forms are computed by a few standard operators over constants at the top of a graph. onnxruntime runs them
 when it loads the file, packs their results like any weight, and releases intermediate results at the end. This makes
-files half as large for little load time. The operators were chosen by speed, because few are fast over bytes. Figures:
+files half as large. The operators were chosen by speed, because few are fast over bytes. The runtime recognises them
+and computes their results itself (`tformer_runtime/format/weight_patterns.py`): change both together. Figures:
 docs/design/quantization.md#storage-of-weights.
 """
 

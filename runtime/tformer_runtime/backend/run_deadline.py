@@ -31,7 +31,7 @@ _LOOP_NODES = re.compile(
 
 def has_loops(model: bytes) -> bool:
     """Return whether a model has operators that run their nodes any number of times. Cost: one pass over the bytes."""
-    return _LOOP_NODES.search(model) is not None
+    return any(name.encode() in model for name in _LOOPS) and _LOOP_NODES.search(model) is not None
 
 
 def check_run_seconds(value: Any) -> float | None:

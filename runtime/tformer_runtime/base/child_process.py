@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tformer_runtime.base.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import subprocess
 
 PYTHON_VARIABLE = "TFORMER_PYTHON"  # names the interpreter, for a program that is not one
 START = (
@@ -71,6 +73,8 @@ class ChildProcess:
 
     def _running(self) -> subprocess.Popen[str]:
         """Return the process, and start it if need be."""
+        import subprocess  # takes 3 ms to import
+
         if self._process is None or self._process.poll() is not None:
             command = [_interpreter(), "-I", "-S", "-c", START, json.dumps(sys.path), os.fspath(self._program)]
             pipe = subprocess.PIPE
