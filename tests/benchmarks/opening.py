@@ -95,9 +95,9 @@ def main(files: tuple[Path, ...], rounds: int, command: bool) -> None:
         before, peak, after, total, seconds = json.loads(answer)
         held = after - before
         click.echo(
-            f"  opened in {seconds:.2f} s: holds {held / 1000:.0f} MB, and at most {(peak - before) / held:.2f} times of "
-            f"it while opening; with four forked workers {total / after:.2f} times the process"
+            f"  opened in {seconds:.2f} s: holds {held / 1000:.0f} MB, while opening {(peak - before) / held:.2f} ×"
         )
+        click.echo(f"  with four forked workers {total / after:.2f} × the memory of the process")
     click.echo(_load())
 
 

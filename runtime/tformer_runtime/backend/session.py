@@ -250,9 +250,11 @@ class Session:
         Both stages may have the same session.
         """
         model, folder = read_mapped_model(self.path)
-        with with_derived_weights(model, folder, os.cpu_count() or 1) as (model, folder):
-            with resident_pages.few_file_pages(self.path):
-                sessions = self._open_stages(model, folder, split_stages)
+        with (
+            with_derived_weights(model, folder, os.cpu_count() or 1) as (model, folder),
+            resident_pages.few_file_pages(self.path),
+        ):
+            sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()
         return sessions
 
