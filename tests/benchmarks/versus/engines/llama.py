@@ -1,7 +1,9 @@
 """llama.cpp by the C functions of llama-cpp-python: the requests of a batch are sequences of one llama_batch.
 
 The weights are written as GGUF in float32, and quantised by llama_model_quantize: Q8_0, and Q4_0 for four bits
-(`llama_k`: Q4_K_M). In float32 keys and values are float32 too; otherwise they have llama.cpp's default, float16.
+(`llama_k`: Q4_K_M). With quantised weights the cache and attention have llama.cpp's defaults: float16, and
+flash_attn where it can. In float32 the cache is float32 without flash_attn, which computes parts in float16: so the
+tokens are those of the source.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Engine:
         import llama_cpp
 
         self.llama, self.threads, self.vocabulary = llama_cpp, threads, shape.vocabulary
-        self.cache = llama_cpp.GGML_TYPE_F32 if precision == "fp32" else llama_cpp.GGML_TYPE_F16
+        whole = precision == "fp32"
+        self.cache = llama_cpp.GGML_TYPE_F32 if whole else llama_cpp.GGML_TYPE_F16
+        self.flash = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED if whole else llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO
         llama_cpp.llama_backend_init()
         path = model_path(folder, self.type or TYPES[precision])
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
@@ -138,7 +142,7 @@ class _Session:
         options.n_outputs_max, options.n_outputs_max_per_seq = rows * outputs, outputs
         options.n_threads = options.n_threads_batch = engine.threads
         options.type_k = options.type_v = engine.cache
-        options.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_AUTO
+        options.flash_attn_type = engine.flash
         options.no_perf = True
         self.context = self.llama.llama_init_from_model(engine.model, options)
         if not self.context:
