@@ -116,9 +116,9 @@ def _measure(
     stolen: dict[str, list[float]] = {name: [] for name in left}
     failed: list[Record] = []
     for turn in range(min(bench.repeats, ROUNDS) + warm):
-        if bench.is_over():
-            break
         for peer in list(left.values()):
+            if bench.is_over():
+                break
             try:
                 if turn == 0 and not _is_prepared(bench, peer, model):
                     del left[peer.name], seconds[peer.name]
@@ -131,15 +131,16 @@ def _measure(
             if turn or not warm:
                 seconds[peer.name].append(taken)
                 stolen[peer.name].append(share)
-    ours = seconds.get(OURS.name, [])
+    whole = min((len(values) for values in seconds.values() if values), default=0)  # rounds; the last may be cut short
+    ours = seconds.get(OURS.name, [])[:whole]
     records = list(failed)
-    for name, values in seconds.items():
+    for name, values in ((name, values[:whole]) for name, values in seconds.items()):
         if not values:
             records.append({**key, "peer": name, "error": OVER})
             continue
         measures = {measure: [value[measure] for value in values] for measure in values[0]}
         records.append(
-            {**key, "peer": name, "seconds": measures, "ratio": ratios(values, ours), "stolen": stolen[name]}
+            {**key, "peer": name, "seconds": measures, "ratio": ratios(values, ours), "stolen": stolen[name][:whole]}
         )
         bench.tell(f"  {precision} {case}: {name} {min(measures[case]):.2f} s")
     return records

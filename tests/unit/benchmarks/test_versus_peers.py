@@ -116,8 +116,8 @@ class FakeBench:
 
     threads, repeats, timeout = 1, 2, 60.0
 
-    def __init__(self, peers, missing=()):
-        self.peers, self.missing, self.told = peers, missing, []
+    def __init__(self, peers, missing=(), turns=100):
+        self.peers, self.missing, self.turns_left, self.told = peers, missing, turns, []
 
     def model(self, shape, precision):
         return {}
@@ -127,7 +127,8 @@ class FakeBench:
             raise PeerError("not installed")
 
     def is_over(self):
-        return False
+        self.turns_left -= 1
+        return self.turns_left < 0
 
     def tell(self, text):
         self.told.append(text)
@@ -149,3 +150,23 @@ def test_rounds_of_processes_compare_the_same_round_and_list_failures(monkeypatc
     assert by_peer["other"]["ratio"] == {"start": 3.5}  # of 3 and 4; the first round does not count
     assert by_peer["weak"]["error"] == "it ended"
     assert "absent" not in by_peer  # reported where the engine was measured
+
+
+def test_incomplete_round_of_processes_does_not_count(monkeypatch):
+    monkeypatch.setattr(processes, "least_disturbed", lambda run: (0.0, run()))
+    peers = [OURS, Peer("other", "fake_engine"), Peer("late", "fake_engine")]
+
+    def records(peers, turns, seconds):
+        bench = FakeBench(peers, turns=turns)
+        turns_of = {name: iter(values) for name, values in seconds.items()}
+
+        def run(peer):
+            return {"file": next(turns_of[peer.name])}
+
+        return {r["peer"]: r for r in processes._measure(bench, ROWS[0], "int8", "file", peers, run)}
+
+    # One round, and tformer's turn of the second
+    both = records(peers[:2], 3, {"tformer": [1.0, 2.0], "other": [3.0]})
+    assert both["tformer"]["seconds"] == {"file": [1.0]}
+    assert both["other"]["ratio"] == {"file": 3.0}
+    assert records(peers, 2, {"tformer": [1.0], "other": [3.0]})["late"]["error"] == "no time was left"
