@@ -14,6 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from versus.engines import UnavailableError
 from versus.shapes import shape_of
 
 
@@ -25,7 +26,10 @@ def main() -> None:
     if not hasattr(engine, "many"):
         sys.exit("it has no call for texts of mixed lengths")
     inputs = [[int(word) for word in line.split()] for line in Path(job["texts"]).read_text().splitlines()]
-    results = engine.many(inputs, job["new"])
+    try:
+        results = engine.many(inputs, job["new"])
+    except UnavailableError as error:
+        sys.exit(str(error))
     Path(job["results"]).write_text("".join(" ".join(map(str, ids)) + "\n" for ids in results))
 
 
