@@ -64,7 +64,7 @@ class Engine:
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise UnavailableError(f"llama.cpp cannot open {path.name}")
-        self.sessions: dict[tuple[int, int, int], _Session] = {}
+        self.sessions: dict[tuple[int, int, int, bool], _Session] = {}
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         if case.beams > 1:
@@ -84,7 +84,7 @@ class Engine:
     def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
         """Continue texts of any lengths as llama.cpp's server does: a text that ends makes room for the next one."""
         longest = max(map(len, inputs)) + new
-        session = self._session(ROWS, longest, CHUNK)
+        session = self._session(ROWS, longest, CHUNK, unified=True)
         session.clear()
         results: list[list[int]] = [[] for _ in inputs]
         waiting = list(range(len(inputs)))[::-1]
@@ -119,12 +119,16 @@ class Engine:
             scores += (chosen - np.log(np.exp(logits).sum(-1))).tolist()
         return scores
 
-    def _session(self, rows: int, length: int, tokens: int, outputs: int = 1) -> _Session:
-        """Return a session for requests of this size. outputs: positions of a sequence whose logits are wanted."""
+    def _session(self, rows: int, length: int, tokens: int, outputs: int = 1, unified: bool = False) -> _Session:
+        """Return a session for requests of this size.
+
+        outputs: positions of a sequence whose logits are wanted. unified: one cache for all sequences, which is faster
+        where prompts and single tokens are computed together; otherwise each has its own.
+        """
         length = -(-length // PADDING) * PADDING
-        key = (rows, length, outputs)
+        key = (rows, length, outputs, unified)
         if key not in self.sessions or self.sessions[key].tokens < tokens:
-            self.sessions[key] = _Session(self, rows, length, tokens, outputs)
+            self.sessions[key] = _Session(self, rows, length, tokens, outputs, unified)
         return self.sessions[key]
 
 
@@ -134,11 +138,11 @@ Part = tuple[int, int, Sequence[int]]  # a sequence, the position of its first n
 class _Session:
     """A llama_context with one llama_batch."""
 
-    def __init__(self, engine: Engine, rows: int, length: int, tokens: int, outputs: int) -> None:
+    def __init__(self, engine: Engine, rows: int, length: int, tokens: int, outputs: int, unified: bool) -> None:
         self.llama, self.vocabulary, self.tokens = engine.llama, engine.vocabulary, max(tokens, rows)
         options = self.llama.llama_context_default_params()
         options.n_seq_max, options.n_ctx = rows, rows * length
-        options.n_batch = self.tokens
+        options.n_batch, options.kv_unified = self.tokens, unified
         options.n_outputs_max, options.n_outputs_max_per_seq = rows * outputs, outputs
         options.n_threads = options.n_threads_batch = engine.threads
         options.type_k = options.type_v = engine.cache
