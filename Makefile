@@ -10,7 +10,8 @@
 # make docs         build the documentation in build/site; broken links are errors
 # make docs-check   run the examples of the documentation and compare their output
 # make evaluate     compute the error rates of the g2p model card from exported files
-# make bench        compare with other engines: hours, 40 GB of disk, 16 GB of memory, two more environments
+# make bench        compare with other engines: hours, 40 GB of disk, 16 GB of memory, four more environments
+# make bench-quick  compare with other engines in a few cases, in an hour once they are installed
 # make wild         export models of public packages, and compare each with itself: 20 minutes, one more environment
 # make wild-repositories  the same with models of public repositories, which are cloned
 # make clean        remove build/ and all environments
@@ -18,6 +19,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+LLAMA := llama-cpp-python==0.3.36 gguf==0.19.0 safetensors numpy # built from source: needs a compiler
+OPENVINO := openvino==2026.4.1 openvino-genai==2026.4.1.0 'optimum-intel[openvino]==2.2.0' nncf==3.4.0 \
+  transformers==4.57.6 # the newest of which optimum-intel exports encoder-decoders
 GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder imports packages that it does not require
 OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0'
 WORDS ?= transformer onnx quantization pronunciation
@@ -25,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough fuzz check audit hooks docs docs-check evaluate bench wild wild-repositories clean
+.PHONY: help demo test test-avx2 thorough fuzz check audit hooks docs docs-check evaluate bench bench-quick wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -104,8 +108,13 @@ evaluate: $(READY)
 SAME = sed -n 's/^onnxruntime-gpu/onnxruntime/p; /^\(torch\|numpy\|onnx\|onnx-ir\)==/p' constraints.txt
 WITHOUT = || echo "An engine could not be installed in $(@D): the benchmark has a column without figures for it"
 
-bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
+PEERS = .venv/.peers .venv-genai/.ready .venv-optimum/.ready .venv-llama/.ready .venv-openvino/.ready
+
+bench: $(READY) $(PEERS)
 	$(BIN)/python tests/benchmarks/versus.py
+
+bench-quick: $(READY) $(PEERS)
+	$(BIN)/python tests/benchmarks/versus.py --quick --minutes 55
 
 .venv/.peers: $(READY)
 	$(PIP) install --constraint constraints.txt --editable '.[bench]' && touch $@ $(WITHOUT)
@@ -117,6 +126,14 @@ bench: $(READY) .venv/.peers .venv-genai/.ready .venv-optimum/.ready
 .venv-optimum/.ready: constraints.txt
 	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
 	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPTIMUM) && touch $@ $(WITHOUT)
+
+.venv-llama/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PIP_OF_PEER) --no-binary llama-cpp-python $(LLAMA) && touch $@ $(WITHOUT)
+
+.venv-openvino/.ready: constraints.txt
+	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
+	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPENVINO) && touch $@ $(WITHOUT)
 
 # Public packages, unchanged. Many ask for other versions of torch or numpy than here, so they are installed without their
 # requirements. torchaudio's operators are built for CUDA; its models need none of them.
@@ -138,4 +155,4 @@ wild-repositories: .venv-wild/.ready
 	cd tests && ../.venv-wild/bin/python -m wild_packages --repositories ../build/repositories
 
 clean:
-	rm -rf build .venv .venv-audit .venv-genai .venv-optimum .venv-wild
+	rm -rf build .venv .venv-audit .venv-genai .venv-llama .venv-openvino .venv-optimum .venv-wild

@@ -1,6 +1,7 @@
 """tformer compared with other engines: the same weights, inputs, precision and threads, interleaved in one run.
 
     make bench                                  everything; installs the peers first
+    make bench-quick                            a table within an hour, once the peers are installed
     python tests/benchmarks/versus.py [--quick] [--rows 60M] [--only CTranslate2] [--precision int8] [--repeats 5]
     python tests/benchmarks/versus.py --report  only the table and the chart of stored results
 
@@ -13,6 +14,7 @@ Models are made once, from seeded random weights, in --models (30 GB for all row
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -23,10 +25,10 @@ from typing import Any
 import click
 
 sys.path.insert(0, str(Path(__file__).parent))
-from versus import chart, table
-from versus.client import OURS, PEERS, RATES, ROOT, SOURCE, PeerError
+from versus import chart, processes, table
+from versus.client import OURS, PEERS, RATES, ROOT, SLOW, SOURCE, PeerError
 from versus.engines import code_of
-from versus.measure import Bench, Record, same
+from versus.measure import OVER, Bench, Record, same
 from versus.shapes import PRECISIONS, ROWS, Row
 
 BUILD = ROOT / "build"
@@ -38,7 +40,12 @@ BUILD = ROOT / "build"
     "--only", multiple=True, type=click.Choice([p.name for p in PEERS]), help="Compare tformer with this engine only."
 )
 @click.option("--precision", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision.")
-@click.option("--quick", is_flag=True, help="Two rounds of a few cases; without the model of 1.1 B unless it is named.")
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Two rounds of a few cases; without the model of 1.1 B and torch.compile unless they are named.",
+)
+@click.option("--minutes", default=math.inf, help="End in about this time: then no case begins.  [default: no limit]")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds of each case.")
 @click.option("--budget", default=90.0, show_default=True, help="Seconds of a case after which no round begins.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds that an engine may take for one answer.")
@@ -52,8 +59,8 @@ BUILD = ROOT / "build"
 )
 @click.option("--report", is_flag=True, help="Measure nothing.")
 def main(
-    rows: tuple[str, ...], only: tuple[str, ...], precision: tuple[str, ...], quick: bool, repeats: int, budget: float,
-    timeout: float, threads: int, models: Path, out: Path, report: bool,
+    rows: tuple[str, ...], only: tuple[str, ...], precision: tuple[str, ...], quick: bool, minutes: float, repeats: int,
+    budget: float, timeout: float, threads: int, models: Path, out: Path, report: bool,
 ) -> None:  # fmt: skip
     for name in rows:
         if not any(name in row.name for row in ROWS):
@@ -63,16 +70,21 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(out.read_text()) if out.exists() else {"records": []}
     if not report:
-        peers = [peer for peer in PEERS if not only or peer == OURS or peer.name in only]
-        bench = Bench(peers, models, threads, 2 if quick else repeats, budget, timeout, _tell)
+        peers = [
+            peer for peer in PEERS if peer == OURS or (peer.name in only if only else not (quick and peer == SLOW))
+        ]
+        repeats = 2 if quick else repeats
+        bench = Bench(peers, models, threads, repeats, budget, timeout, _tell, seconds=60 * minutes)
         kept = _here(kept, _machine(bench, threads), out)
         code = code_of(ROOT / "tformer_export", ROOT / "runtime")
         for row in ROWS:
             chosen = any(name in row.name for name in rows) if rows else not (quick and "1.1B" in row.name)
             precisions = [p for p in row.precisions if not precision or p in precision]
-            if chosen:
+            if chosen and bench.is_over():
+                _tell(f"{row.name}: {OVER}")
+            elif chosen:
                 kept["rates"] = _best(kept["rates"], bench.once(RATES, "measure", threads=threads))
-            for records in _row(bench, row, precisions, quick, kept["rates"]) if chosen else ():
+            for records in _row(bench, row, precisions, quick, kept["rates"]) if chosen and not bench.is_over() else ():
                 kept["records"] = _joined(kept["records"], [{**record, "code": code} for record in records])
                 out.write_text(json.dumps(kept, indent=1))
     if not kept["records"]:
@@ -96,7 +108,10 @@ def _row(
     reference = json.loads((folder / "source" / "reference.json").read_text())
     for precision in precisions:
         yield bench.measure(row, row.quick if quick else row.cases, precision, reference, rates)
-        yield bench.starts(row, precision)
+        if not quick or (precision == "int8" and row.shape.kind != "embed"):
+            yield processes.starts(bench, row, precision)
+            if row.has_file:
+                yield processes.files(bench, row, precision)
 
 
 def _joined(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:

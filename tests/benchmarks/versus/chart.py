@@ -15,7 +15,10 @@ from versus.client import OURS, PEERS
 from versus.measure import Record
 from versus.shapes import ROWS, Case, Row
 
-PALETTE = ("#111111", "#5f6b7a", "#a0a0a0", "#d1495b", "#2e86ab", "#edae49", "#66a182", "#8d6a9f")
+PALETTE = (
+    "#111111", "#5f6b7a", "#a0a0a0", "#d1495b", "#2e86ab", "#edae49", "#8c564b", "#c49c94", "#17becf", "#9edae5",
+    "#66a182", "#8d6a9f",
+)  # fmt: skip
 COLORS = dict(zip((peer.name for peer in PEERS), PALETTE, strict=True))
 SHOWN = {"translate": ("request",), "continue": ("step", "first"), "embed": ("request",)}
 WORDS = {"request": "", "step": "step", "first": "first token"}

@@ -47,32 +47,46 @@ PEERS = (
     Peer("CTranslate2", "versus.engines.ctranslate"),
     Peer("onnxruntime-genai", "versus.engines.genai", ".venv-genai"),
     Peer("optimum-onnx", "versus.engines.optimum_onnx", ".venv-optimum"),
+    Peer("llama.cpp", "versus.engines.llama", ".venv-llama"),
+    Peer("llama.cpp, Q4_K_M", "versus.engines.llama_k", ".venv-llama"),
+    Peer("OpenVINO", "versus.engines.open_vino", ".venv-openvino"),
+    Peer("openvino-genai", "versus.engines.openvino_genai", ".venv-openvino"),
     Peer("transformers", "versus.engines.eager"),
     Peer("torch.compile", "versus.engines.compiled"),
 )
+SLOW = PEERS[-1]  # it compiles each case for minutes
 BARE = Peer("bare onnxruntime", "versus.engines.bare")  # in starts alone
 SOURCE = Peer("source", "versus.engines.source")
 RATES = Peer("versus.engines.rates", "versus.engines.rates")
+
+
+def require_installed(peer: Peer) -> None:
+    if not peer.python.exists():
+        raise PeerError(f"not installed: make bench makes {peer.environment}")
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Return the environment variables of an engine's process."""
+    path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    # Installed packages have bytecode; tformer, in the repository, needs it too
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 class Worker:
     """A process with one engine, as a context manager."""
 
     def __init__(self, peer: Peer, threads: int, log: Path, timeout: float = 1800.0) -> None:
-        if not peer.python.exists():
-            raise PeerError(f"not installed: make bench makes {peer.environment}")
+        require_installed(peer)
         self.peer, self.timeout = peer, timeout
-        path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-        # Installed packages have bytecode; tformer, in the repository, needs it too
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             [str(peer.python), "-m", "versus.worker", peer.module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env=environment(threads),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

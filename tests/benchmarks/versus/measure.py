@@ -10,28 +10,30 @@ reported."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from versus.client import BARE, OURS, Peer, PeerError, Worker, loaded
+from versus.client import OURS, Peer, PeerError, Worker, loaded
 from versus.floor import floors, room
 from versus.shapes import Case, Row, Shape, inputs_of
 
 QUIET = 0.3  # seconds before each turn
 TURN = 0.25  # seconds that a turn takes at least: short requests come several at a time, and the median counts
-STARTS = 3  # rounds of starts, at most
 FEWEST = 3  # rounds at least
 STOLEN = 0.02  # of the processors' time
 TRIES = 4  # of a turn
 SHORT = 5.0  # seconds of a turn that is taken again
+OVER = "no time was left"  # the reason for a case that did not begin within `--minutes`
 
 Record = dict[str, Any]
 Tell = Callable[[str], None]
+Reply = TypeVar("Reply")
 
 
 class RequestWorker(Protocol):
@@ -67,12 +69,13 @@ def rounds(
     budget: float,
     quiet: float = QUIET,
     ticks: Callable[[], tuple[int, int]] = processor_ticks,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Rounds:
     """Run all cases in each round, so that a disturbance affects one round of each case and not one case. Every second
     round has the engines in reverse order. The first round warms up and does not count.
 
     budget: seconds after which a case gets no further round, once it has FEWEST. ticks: a function such as
-    `processor_ticks`.
+    `processor_ticks`. is_over: returns whether the time of the whole run is over; then no case begins.
     """
     measured = Rounds(
         {case: {name: [] for name in workers} for case in inputs},
@@ -82,13 +85,15 @@ def rounds(
     spent = dict.fromkeys(inputs, 0.0)
     for turn in range(repeats + 1):
         for case, given in inputs.items():
-            if turn > FEWEST and spent[case] > budget:
+            if is_over() or (turn > FEWEST and spent[case] > budget):
                 continue
             begun = time.monotonic()
             for name in list(measured.seconds[case])[:: 1 if turn % 2 else -1]:
                 arguments = {"case": case.to_dict(), "inputs": given, "min_seconds": TURN if turn else 0.0}
                 try:
-                    share, reply = _turn(workers[name], arguments, quiet, ticks, TRIES if turn else 1)
+                    share, reply = least_disturbed(
+                        functools.partial(workers[name].ask, "run", **arguments), quiet, ticks, TRIES if turn else 1
+                    )
                 except PeerError as error:
                     measured.failed[case][name] = str(error)
                     del measured.seconds[case][name]
@@ -97,18 +102,25 @@ def rounds(
                     measured.seconds[case][name].append(measures(reply, case))
                     measured.stolen[case][name].append(share)
             spent[case] += time.monotonic() - begun if turn else 0.0
+    for case, by_name in measured.seconds.items():
+        for name in [name for name, values in by_name.items() if not values]:
+            measured.failed[case][name] = OVER
+            del by_name[name]
     return measured
 
 
-def _turn(
-    worker: RequestWorker, arguments: Mapping[str, Any], quiet: float, ticks: Callable[[], tuple[int, int]], tries: int
-) -> tuple[float, dict[str, Any]]:
-    """Return the reply of the least disturbed try, and its stolen share of the processors' time."""
-    attempts: list[tuple[float, dict[str, Any]]] = []
+def least_disturbed(
+    run: Callable[[], Reply],
+    quiet: float = QUIET,
+    ticks: Callable[[], tuple[int, int]] = processor_ticks,
+    tries: int = TRIES,
+) -> tuple[float, Reply]:
+    """Return the stolen share of the processors' time in the least disturbed try, and what it returned."""
+    attempts: list[tuple[float, Reply]] = []
     for _ in range(tries):
         time.sleep(quiet)
         before, begun = ticks(), time.monotonic()
-        reply = worker.ask("run", **arguments)
+        reply = run()
         (stolen, every), seconds = (b - a for a, b in zip(before, ticks(), strict=True)), time.monotonic() - begun
         attempts.append((stolen / max(every, 1), reply))
         if attempts[-1][0] <= STOLEN or seconds > SHORT:
@@ -117,12 +129,14 @@ def _turn(
 
 
 def measures(reply: Mapping[str, Any], case: Case) -> dict[str, float]:
-    """Return the seconds of the whole "request", and, if known, to the "first" token and of each further "step"."""
+    """Return the seconds of the whole "request", its "processor" time, and, if known, the seconds to the "first" token
+    and of each further "step"."""
     seconds, first = reply["seconds"], reply["first"]
+    taken = {"request": seconds, "processor": reply["processor"]}
     if first is None:
-        return {"request": seconds}
+        return taken
     steps = {"step": (seconds - first) / (case.new - 1)} if case.new > 1 else {}
-    return {"request": seconds, "first": first, **steps}
+    return {**taken, "first": first, **steps}
 
 
 def ratios(theirs: Sequence[Mapping[str, float]], ours: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -183,15 +197,20 @@ def groups(sizes: Mapping[str, float], first: str, room: float) -> list[list[str
 
 
 class Bench:
-    """The engines on this machine."""
+    """The engines on this machine. seconds: of the whole run; after them nothing begins."""
 
     def __init__(
-        self, peers: Sequence[Peer], folder: Path, threads: int, repeats: int, budget: float, timeout: float, tell: Tell
-    ) -> None:
+        self, peers: Sequence[Peer], folder: Path, threads: int, repeats: int, budget: float, timeout: float,
+        tell: Tell, seconds: float = math.inf,
+    ) -> None:  # fmt: skip
         self.peers, self.folder, self.threads = peers, folder, threads
         self.repeats, self.budget, self.timeout, self.tell = repeats, budget, timeout, tell
+        self._end = time.monotonic() + seconds
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "workers.log"
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
 
     def model(self, shape: Shape, precision: str) -> dict[str, Any]:
         folder = self.folder / shape.name.replace(" ", "-")
@@ -213,6 +232,8 @@ class Bench:
             if row.peers and peer.name not in row.peers:
                 continue
             try:
+                if self.is_over():
+                    raise PeerError(OVER)
                 models[peer.name] = {**key, "bytes": self.once(peer, "prepare", **model)["bytes"]}
                 sizes[peer.name] = 2.0 * models[peer.name]["bytes"] + 0.6e9 + largest
             except PeerError as error:
@@ -236,7 +257,7 @@ class Bench:
                     models[peer.name]["error"] = str(error)
                     self.tell(f"  {peer.name}: {error}")
             inputs = {case: inputs_of(row.shape, case) for case in cases}
-            measured = rounds(workers, inputs, self.repeats, self.budget)
+            measured = rounds(workers, inputs, self.repeats, self.budget, is_over=self.is_over)
             for case in cases:
                 turns, failed = measured.seconds[case], measured.failed[case]
                 ours = turns.get(OURS.name, [])
@@ -261,37 +282,6 @@ class Bench:
         finally:
             for worker in workers.values():
                 worker.close()
-
-    def starts(self, row: Row, precision: str) -> list[Record]:
-        """Measure the seconds from the start of a process to its first result: import, open, one token (or vector)."""
-        model, case = self.model(row.shape, precision), row.first
-        inputs = inputs_of(row.shape, case)
-        peers = {p.name: p for p in (*self.peers, BARE) if not row.peers or p.name in row.peers or p == BARE}
-        seconds: dict[str, list[float]] = {}
-        for turn in range(min(self.repeats, STARTS) + 1):
-            for peer in list(peers.values()):
-                time.sleep(QUIET)
-                begun = time.perf_counter()
-                try:
-                    if turn == 0:
-                        self.once(peer, "prepare", **model)
-                        begun = time.perf_counter()
-                    with loaded(peer, model, self.threads, self.log, self.timeout) as worker:
-                        worker.ask("run", case=case.to_dict(), inputs=inputs)
-                        spent = time.perf_counter() - begun
-                except PeerError:  # reported already, where the engine was measured
-                    del peers[peer.name]
-                    seconds.pop(peer.name, None)
-                    continue
-                if turn:
-                    seconds.setdefault(peer.name, []).append(spent)
-        ours = [{"start": value} for value in seconds.get(OURS.name, ())]
-        key = {"row": row.name, "precision": precision, "case": "start"}
-        return [
-            {**key, "peer": name, "seconds": {"start": values},
-             "ratio": ratios([{"start": value} for value in values], ours)}
-            for name, values in seconds.items()
-        ]  # fmt: skip
 
 
 def add(records: list[Record], record: Record) -> None:

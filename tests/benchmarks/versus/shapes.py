@@ -5,6 +5,7 @@ This module needs the standard library only: engines in other environments impor
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -13,6 +14,8 @@ Kind = Literal["translate", "continue", "embed"]  # encoder-decoder, decoder-onl
 PRECISIONS = ("fp32", "int8", "int4")
 END, START, PAD = 2, 1, 0
 FIRST = 10  # the lowest id of inputs
+TEXTS = 1000  # of a file
+NEW_OF_TEXT = 16  # generated tokens of each
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Row:
     quick: tuple[Case, ...]
     quality: Case
     peers: tuple[str, ...] = ()  # empty: all of them
+    has_file: bool = False  # a file of texts is measured too
 
     @property
     def name(self) -> str:
@@ -108,6 +112,7 @@ ROWS = (
         (*_translations(24, 32), Case(1, 128, 32), Case(8, 128, 32)),
         (Case(1, 24, 32), Case(8, 24, 32, 4)),
         Case(32, 24, 32),
+        has_file=True,
     ),
     Row(_G2P, ("fp32", "int8"), _translations(8, 8), (Case(1, 8, 8), Case(8, 8, 8, 4)), Case(32, 8, 8)),
     Row(
@@ -128,6 +133,7 @@ ROWS = (
         ),
         _continuations(16, (1, 16), (8, 16), (1, 256)),
         Case(32, 16, 32),
+        has_file=True,
     ),
     Row(
         _LARGE,
@@ -149,3 +155,10 @@ def inputs_of(shape: Shape, case: Case, seed: int = 0) -> list[list[int]]:
     draw = random.Random(f"{shape.name} {case.batch} {case.prompt} {seed}")
     lowest = min(FIRST, shape.vocabulary // 2)
     return [[draw.randrange(lowest, shape.vocabulary) for _ in range(case.prompt)] for _ in range(case.batch)]
+
+
+def texts_of(shape: Shape, count: int = TEXTS) -> list[list[int]]:
+    """Return texts of random ids. Their lengths are those of sentences: log-normal, 4 to 80, median 18."""
+    draw = random.Random(f"{shape.name} texts")
+    lengths = (min(80, max(4, round(draw.lognormvariate(math.log(18), 0.6)))) for _ in range(count))
+    return [[draw.randrange(FIRST, shape.vocabulary) for _ in range(length)] for length in lengths]

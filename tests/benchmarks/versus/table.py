@@ -12,7 +12,7 @@ from typing import Any
 from versus.client import BARE, OURS, PEERS, VARIANTS
 from versus.floor import floors
 from versus.measure import STOLEN, Record
-from versus.shapes import ROWS, Case, Row
+from versus.shapes import ROWS, TEXTS, Case, Row
 from versus.targets import COLUMNS, FLOOR, target_results
 
 ORDER = [peer.name for peer in PEERS]
@@ -24,10 +24,13 @@ LEGEND = (
 )
 TITLES = {
     ("translate", "request"): "milliseconds a step, of whole requests",
+    ("translate", "processor"): "milliseconds of processor time a step, of whole requests",
     ("continue", "step"): "milliseconds a decode step",
     ("continue", "first"): "milliseconds to the first token",
     ("continue", "request"): "milliseconds a step, of whole requests with beams",
+    ("continue", "processor"): "milliseconds of processor time a generated step, of whole requests",
     ("embed", "request"): "sentences a second",
+    ("embed", "processor"): "milliseconds of processor time a sentence",
 }
 
 
@@ -56,12 +59,14 @@ def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> I
         for precision in row.precisions:
             cases = {Case(**record["case"]) for record in chosen if record["precision"] == precision}
             for case in sorted(cases, key=lambda case: (case.prompt, case.beams, case.batch)):
-                floor = floors(row.shape, case, precision, rates)[measure]
+                floor = floors(row.shape, case, precision, rates).get(measure)
                 by_peer = {r["peer"]: r for r in chosen if r["precision"] == precision and Case(**r["case"]) == case}
                 cells = [_cell(by_peer[name], case, measure, floor) if name in by_peer else "–" for name in columns]
-                lines.append([precision, case.name, *cells, _number(_figure(floor, case, measure))])
+                bound = [] if floor is None else [_number(_figure(floor, case, measure))]
+                lines.append([precision, case.name, *cells, *bound])
         if lines:
-            yield f"{title}:\n\n" + _table(["", "", *columns, "floor"], lines)
+            head = ["", "", *columns, *(() if measure == "processor" else ("floor",))]
+            yield f"{title}:\n\n" + _table(head, lines)
 
 
 def _counts(record: Record, kind: str, measure: str) -> bool:
@@ -75,19 +80,21 @@ def _counts(record: Record, kind: str, measure: str) -> bool:
 def _figure(seconds: float, case: Case, measure: str) -> float:
     """Return the figure of a cell.
 
-    milliseconds of one step of a whole request; sentences per second where nothing is generated.
+    milliseconds of one step of a whole request; where nothing is generated, sentences per second, and milliseconds of
+    processor time for a sentence.
     """
     if not case.new:
-        return case.batch / seconds
-    return 1e3 * seconds / (case.new if measure == "request" else 1)
+        return 1e3 * seconds / case.batch if measure == "processor" else case.batch / seconds
+    return 1e3 * seconds / (case.new if measure in ("request", "processor") else 1)
 
 
-def _cell(record: Record, case: Case, measure: str, floor: float) -> str:
+def _cell(record: Record, case: Case, measure: str, floor: float | None) -> str:
     values = record["seconds"][measure]
     middle, ratio = statistics.median(values), record["ratio"].get(measure)
-    ratio_text = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×, "
+    ratio_text = "" if record["peer"] == OURS.name or ratio is None else f"{ratio:.2f} ×"
+    notes = ", ".join(filter(None, [ratio_text, "" if floor is None else f"{floor / middle:.0%}"]))
     below = 1 - min(values) / middle
-    return f"{_number(_figure(middle, case, measure))} −{below:.0%} ({ratio_text}{floor / middle:.0%})"
+    return f"{_number(_figure(middle, case, measure))} −{below:.0%}" + (f" ({notes})" if notes else "")
 
 
 def _number(value: float) -> str:
@@ -113,11 +120,20 @@ OTHER_MEASURES = {
 }
 
 
+PROCESSES = {
+    "start": ("seconds from the process's start to its first result", "the same, seconds of processor time"),
+    "file": (
+        f"seconds from the process's start to the results of a file of {TEXTS:,} texts",
+        "the same, seconds of processor time",
+    ),
+}
+
+
 def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
     """Return the table of quality, memory, starts, and the cost of many cached tokens."""
     of_models = [record for record in records if "case" not in record and "bytes" in record]
-    starts = [record for record in records if record.get("case") == "start"]
-    columns = _columns([*of_models, *starts])
+    whole = [record for record in records if isinstance(record.get("case"), str) and "seconds" in record]
+    columns = _columns([*of_models, *whole])
     lines = []
     for precision in row.precisions:
         by_peer = {record["peer"]: record for record in of_models if record["precision"] == precision}
@@ -125,10 +141,7 @@ def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
             if any(name in record for record in by_peer.values()):
                 cells = (form.format(by_peer[c][name] * factor) if name in by_peer.get(c, ()) else "–" for c in columns)
                 lines.append([precision, title, *cells])
-        begun = {r["peer"]: statistics.median(r["seconds"]["start"]) for r in starts if r["precision"] == precision}
-        if begun:
-            cells = (f"{begun[c]:.2f}" if c in begun else "–" for c in columns)
-            lines.append([precision, "seconds from the process's start to its first result", *cells])
+        lines += _process_lines([record for record in whole if record["precision"] == precision], precision, columns)
         longer = _longer(records, precision)
         if longer:
             title, step_ratios = longer
@@ -136,6 +149,20 @@ def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
             lines.append([precision, title, *cells])
     if lines:
         yield "Quality, size, memory and start:\n\n" + _table(["", "", *columns], lines)
+
+
+def _process_lines(records: Sequence[Record], precision: str, columns: Sequence[str]) -> Iterator[list[str]]:
+    """Return the lines of whole processes: wall-clock and processor time of each case."""
+    for case, titles in PROCESSES.items():
+        for measure, title in zip((case, "processor"), titles, strict=True):
+            seconds = {
+                record["peer"]: statistics.median(record["seconds"][measure])
+                for record in records
+                if record["case"] == case and measure in record["seconds"]
+            }
+            if seconds:
+                cells = (f"{seconds[c]:.2f}" if c in seconds else "–" for c in columns)
+                yield [precision, title, *cells]
 
 
 def _longer(records: Sequence[Record], precision: str) -> tuple[str, dict[str, float]] | None:
@@ -159,7 +186,8 @@ def _reasons(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         if "error" in record:
             case = record.get("case")
-            where = f"{record['precision']}, {Case(**case).name}" if isinstance(case, dict) else record["precision"]
+            named = Case(**case).name if isinstance(case, dict) else case
+            where = ", ".join(filter(None, [record["precision"], named]))
             cases.setdefault((record["peer"], record["error"]), []).append(where)
     if cases:
         yield "\n".join(f"- {peer} ({'; '.join(where)}): {why}" for (peer, why), where in cases.items())
@@ -173,9 +201,14 @@ def behind(records: Sequence[Record]) -> list[tuple[float, str]]:
         for measure, ratio in record.get("ratio", {}).items():
             case: Any = record["case"]
             kind = kinds.get(record["row"], "")
-            is_compared = measure == "start" or ((kind, measure) in TITLES and _counts(record, kind, measure))
+            is_compared = (
+                case in PROCESSES
+                if isinstance(case, str)
+                else ((kind, measure) in TITLES and _counts(record, kind, measure))
+            )
             if record["peer"] in OTHERS and is_compared and ratio < 1:
-                where = case if isinstance(case, str) else f"{Case(**case).name}, {measure}"
+                named = case if isinstance(case, str) else Case(**case).name
+                where = named if measure == case else f"{named}, {measure}"
                 sentence = (
                     f"{record['row']}, {record['precision']}, {where}: {record['peer']} took {ratio:.2f} × as long"
                 )

@@ -4,15 +4,17 @@
 
     {"do": "prepare", "shape": …, "folder": …, "precision": …}     → {"bytes": of the files}
     {"do": "load", …the same…, "threads": 2}                       → {"seconds": …}
-    {"do": "run", "case": …, "inputs": [[ids], …], "min_seconds": 0.25}  → {"seconds": …, "first": …}
+    {"do": "run", "case": …, "inputs": [[ids], …], "min_seconds": 0.25}  → {"seconds": …, "first": …, "processor": …}
         with "keep": true                                          → {…, "result": [[…], …]}
     {"do": "score", "inputs": [[ids], …], "last": 32}              → {"result": log-probabilities of the last ids}
     {"do": "versions"}                                             → {package: version}
     {"do": "memory"}                                               → {"peak": bytes, "now": bytes}
+    {"do": "processor"}                                            → {"seconds": of the process since its start}
 
 min_seconds: a request is repeated until this many seconds have passed, FEWEST times at least, and the median is the
 answer; the first run, which wakes the engine, does not count then. first: seconds to the first token, None where an
-engine does not report it. An error is answered with {"error": sentence}. Every engine, tformer included, runs like
+engine does not report it. processor: the processor time of all threads during the request, with that of threads that
+spin. An error is answered with {"error": sentence}. Every engine, tformer included, runs like
 this: no threads spin in another engine's process, and memory is its own.
 """
 
@@ -33,8 +35,8 @@ from versus.engines import UnavailableError
 from versus.shapes import Case, shape_of
 
 PACKAGES = (
-    "tformer", "ctranslate2", "onnxruntime", "onnxruntime-gpu", "onnxruntime-genai", "optimum-onnx", "torch",
-    "transformers",
+    "tformer", "ctranslate2", "onnxruntime", "onnxruntime-gpu", "onnxruntime-genai", "optimum-onnx", "llama-cpp-python",
+    "openvino", "openvino-genai", "torch", "transformers",
 )  # fmt: skip
 
 
@@ -68,24 +70,24 @@ class Worker:
     def _run(
         self, case: dict[str, int], inputs: list[list[int]], min_seconds: float = 0.0, keep: bool = False
     ) -> dict[str, Any]:
-        seconds, first, result = self._once(Case(**case), inputs)
-        if seconds < min_seconds:
+        reply, result = self._once(Case(**case), inputs)
+        if reply["seconds"] < min_seconds:
             counted = []
-            while len(counted) < FEWEST or sum(one for one, _ in counted) < min_seconds:
-                seconds, first, result = self._once(Case(**case), inputs)
-                counted.append((seconds, first))
-            seconds, first = sorted(counted, key=lambda one: one[0])[len(counted) // 2]
-        reply = {"seconds": seconds, "first": first}
+            while len(counted) < FEWEST or sum(one["seconds"] for one in counted) < min_seconds:
+                reply, result = self._once(Case(**case), inputs)
+                counted.append(reply)
+            reply = sorted(counted, key=lambda one: one["seconds"])[len(counted) // 2]
         return {**reply, "result": result} if keep else reply
 
-    def _once(self, case: Case, inputs: list[list[int]]) -> tuple[float, float | None, list[Any]]:
-        begun = time.perf_counter()
+    def _once(self, case: Case, inputs: list[list[int]]) -> tuple[dict[str, Any], list[Any]]:
+        begun, processor = time.perf_counter(), time.process_time()
         first, result = self.engine.run(case, inputs)
-        seconds = time.perf_counter() - begun
+        seconds, processor = time.perf_counter() - begun, time.process_time() - processor
         lengths = {len(row) for row in result} if case.new else {0}
         if lengths != {case.new}:
             raise UnavailableError(f"it generated {sorted(lengths)} tokens, not {case.new}")
-        return seconds, None if first is None else first - begun, result
+        first = None if first is None else first - begun
+        return {"seconds": seconds, "first": first, "processor": processor}, result
 
     def _score(self, inputs: list[list[int]], last: int) -> dict[str, Any]:
         if not hasattr(self.engine, "score"):
@@ -106,6 +108,9 @@ class Worker:
         lines = Path("/proc/self/status").read_text().splitlines()
         sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
         return {"peak": int(sizes["VmHWM"]) * 1024, "now": int(sizes["VmRSS"]) * 1024}
+
+    def _processor(self) -> dict[str, Any]:
+        return {"seconds": time.process_time()}
 
 
 def serve(worker: Worker, lines: TextIO, replies: TextIO) -> None:

@@ -81,7 +81,8 @@ class FakeWorker:
             raise PeerError("it failed")
         if self.name:
             self.turns.append((self.name, case["batch"]))
-        return {"seconds": self.seconds[self.calls - 1], "first": None}
+        seconds = self.seconds[self.calls - 1]
+        return {"seconds": seconds, "first": None, "processor": 2 * seconds}
 
 
 def no_stolen_ticks():
@@ -98,9 +99,8 @@ def test_first_round_is_discarded_and_ratios_compare_the_same_round():
     }
     measured = rounds(workers, {case: inputs_of(GATED, case)}, repeats=3, budget=60, quiet=0, ticks=no_stolen_ticks)
     assert [value["request"] for value in measured.seconds[case]["tformer"]] == [1, 2, 4]
-    assert ratios(measured.seconds[case]["other"], measured.seconds[case]["tformer"]) == {
-        "request": 3
-    }  # the median of 3, 2 and 5
+    # The median of 3, 2 and 5
+    assert ratios(measured.seconds[case]["other"], measured.seconds[case]["tformer"]) == {"request": 3, "processor": 3}
     assert measured.failed[case] == {"weak": "it failed"}
     assert "weak" not in measured.seconds[case]
 
@@ -117,6 +117,19 @@ def test_no_round_begins_after_the_time_budget():
     case, worker = Case(1, 2, 3), FakeWorker(*[1.0] * 9)
     measured = rounds({"tformer": worker}, {case: [[4, 5]]}, repeats=8, budget=0, quiet=0, ticks=no_stolen_ticks)
     assert len(measured.seconds[case]["tformer"]) == 3
+
+
+def test_no_case_begins_after_the_end_of_the_run():
+    done, late = Case(1, 2, 3), Case(8, 2, 3)
+    ends = iter([False, False, False, True])  # the warm-up of both cases, one round of the first
+    worker = FakeWorker(*[1.0] * 9)
+    measured = rounds(
+        {"tformer": worker}, {done: [[4]], late: [[4]]}, 1, budget=60, quiet=0, ticks=no_stolen_ticks,
+        is_over=lambda: next(ends),
+    )  # fmt: skip
+    assert [value["request"] for value in measured.seconds[done]["tformer"]] == [1]
+    assert measured.seconds[late] == {}
+    assert measured.failed[late] == {"tformer": "no time was left"}
 
 
 def test_disturbed_turn_is_repeated():
@@ -176,6 +189,14 @@ def records():
         {**key, "peer": "onnxruntime-genai", "error": "decoder-only models alone"},
         {**key, "case": "start", "peer": "tformer", "seconds": {"start": [0.3]}, "ratio": {"start": 1.0}},
         {**key, "case": "start", "peer": "bare onnxruntime", "seconds": {"start": [0.25]}, "ratio": {"start": 0.83}},
+        {
+            **key,
+            "case": "file",
+            "peer": "tformer",
+            "seconds": {"file": [7.0, 9.0, 8.0], "processor": [12.0, 14.0, 13.0]},
+            "ratio": {"file": 1.0, "processor": 1.0},
+        },
+        {**key, "case": "file", "peer": "OpenVINO", "error": "it wrote 3 results for 1000 texts"},
     ]
 
 
@@ -183,8 +204,18 @@ def test_table_has_times_ratios_shares_of_the_floor_and_errors():
     text = table.markdown(records(), RATES)
     assert "| int8 | batch 8, 24 tokens | 1.25 −20% (40%) | 1.00 −38% (0.62 ×, 50%) | 0.50 |" in text
     assert "| int8 | steps that choose the source's token | 98.0% | – |" in text
+    assert "| int8 | seconds from the process's start to the results of a file of 1,000 texts | 8.00 | – |" in text
+    assert "| int8 | the same, seconds of processor time | 13.00 | – |" in text
+    assert "- OpenVINO (int8, file): it wrote 3 results for 1000 texts" in text
     assert "- onnxruntime-genai (int8): decoder-only models alone" in text
     assert "| int8 | seconds from the process's start to its first result | 0.30 | 0.25 |" in text
+
+
+def test_table_has_processor_time_next_to_wall_clock_time():
+    with_processor = {**records()[0], "seconds": {"request": [0.032], "processor": [0.064]}}
+    text = table.markdown([with_processor], RATES)
+    assert "milliseconds of processor time a step, of whole requests:\n\n|  |  | tformer |\n" in text
+    assert "| int8 | batch 8, 24 tokens | 2.00 −0% |\n" in text
 
 
 def test_faster_engines_are_listed_without_the_bare_session():

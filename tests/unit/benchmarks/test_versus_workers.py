@@ -28,7 +28,8 @@ def test_replies_are_separate_from_the_output_of_libraries(model, tmp_path):
         assert reply["result"] == [[9] * 4, [6] * 4]
         assert 0 < reply["first"] <= reply["seconds"]
         again = worker.ask("run", case=case.to_dict(), inputs=[[7], [8]], min_seconds=0.05)
-        assert set(again) == {"seconds", "first"}
+        assert set(again) == {"seconds", "first", "processor"}
+        assert 0 < again["processor"] < worker.ask("processor")["seconds"]
         assert worker.ask("score", inputs=[[1, 2, 3]], last=2) == {"result": [-1.0, -1.0]}
         assert worker.ask("memory")["peak"] > 1e6
     assert "output of a library" in (tmp_path / "log").read_text()

@@ -5,6 +5,11 @@
     Engine.run(case, inputs)                      → the time of the first token (perf_counter; None: unknown), and the
                                                   tokens of each request, or the vector of each
     Engine.score(inputs, last)                    optional: the log-probabilities of the last ids of each sequence
+    Engine.many(inputs, new)                      optional: `new` tokens for each of many texts of any lengths, in
+                                                  batches of the engine's choice; FileEngine in the place of Engine,
+                                                  where a file of texts is best run with other settings
+    file_command(folder, precision, threads, texts, results, new)
+                                                  optional: the engine's own program for a file of texts
 
 and raises UnavailableError for a case that it cannot run. Heavy imports are in functions: a worker that opens a file
 imports no more than a user's program.

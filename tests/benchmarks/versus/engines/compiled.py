@@ -26,3 +26,6 @@ class Engine(eager.Engine):
         # Otherwise the cache keeps the size of the longest request so far.
         self.model._previous_max_cache_length = -1
         return super().run(case, inputs)
+
+    def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
+        raise UnavailableError("batches of mixed lengths are compiled anew for each length")

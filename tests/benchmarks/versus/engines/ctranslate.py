@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from versus.engines import SOURCE, build_once, hugging_face, only
+from versus.engines.batched import ROWS
 from versus.shapes import END, Case, Shape
 
 if TYPE_CHECKING:
@@ -41,15 +42,18 @@ def _path(folder: Path, precision: str) -> Path:
 
 
 class Engine:
+    workers = False  # threads are workers of one thread, instead of sharing each product
+
     def __init__(self, folder: Path, shape: Shape, precision: str, threads: int) -> None:
         import ctranslate2
 
         classes = {"translate": ctranslate2.Translator, "continue": ctranslate2.Generator, "embed": ctranslate2.Encoder}
         self.model = classes[shape.kind](
             str(_path(folder, precision) / "model"), device="cpu", compute_type=PRECISIONS[precision],
-            inter_threads=1, intra_threads=threads,
+            inter_threads=threads if self.workers else 1, intra_threads=1 if self.workers else threads,
         )  # fmt: skip
         self.call = {"translate": self._translate, "continue": self._continue, "embed": self._embed}[shape.kind]
+        self.kind = shape.kind
         self.tokens = _names(shape.vocabulary, shape.kind == "translate")
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
@@ -75,6 +79,19 @@ class Engine:
         )  # fmt: skip
         return first[0] if first else None, [result.sequences_ids[0] for result in results]
 
+    def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
+        """Run batches of its own: it sorts texts by their length."""
+        sizes = {"max_batch_size": ROWS, "batch_type": "examples"}
+        if self.kind == "translate":
+            results = self.model.translate_batch(
+                self._named(inputs), beam_size=1, max_decoding_length=new, min_decoding_length=new, **sizes
+            )
+            return [[int(token) for token in result.hypotheses[0]] for result in results]
+        results = self.model.generate_batch(
+            self._named(inputs), beam_size=1, max_length=new, min_length=new, include_prompt_in_result=False, **sizes
+        )
+        return [result.sequences_ids[0] for result in results]
+
     def _embed(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         import numpy as np
 
@@ -87,6 +104,10 @@ class Engine:
 
     def _named(self, inputs: list[list[int]]) -> list[list[str]]:
         return [[self.tokens[i] for i in ids] for ids in inputs]
+
+
+class FileEngine(Engine):
+    workers = True
 
 
 def _names(vocabulary: int, decimal: bool) -> list[str]:

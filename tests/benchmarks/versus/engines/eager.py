@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from versus.engines import hugging_face, only
+from versus.engines.batched import in_batches, left_padded, right_padded
 from versus.shapes import Case, Shape
 
 
@@ -49,6 +52,21 @@ class Engine:
             )  # fmt: skip
         first = times[0] if self.kind == "continue" and case.beams == 1 else None
         return first, generated[:, 1 if self.kind == "translate" else case.prompt :].tolist()
+
+    def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
+        return in_batches(inputs, functools.partial(self._generate, new=new))
+
+    def _generate(self, inputs: list[Sequence[int]], new: int) -> list[list[int]]:
+        import torch
+
+        padded = right_padded if self.kind == "translate" else left_padded
+        ids, mask = map(torch.from_numpy, padded(inputs))
+        with torch.inference_mode():
+            generated = self.model.generate(
+                input_ids=ids, attention_mask=mask, num_beams=1, do_sample=False, min_new_tokens=new,
+                max_new_tokens=new, **self.options,
+            )  # fmt: skip
+        return generated[:, -new:].tolist()
 
     def score(self, inputs: list[list[int]], last: int) -> list[float]:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from versus.engines import only, ours
@@ -15,3 +16,6 @@ def prepare(folder: Path, shape: Shape, precision: str) -> int:
 
 class Engine(ours.Engine):
     variant = "fixed"
+
+
+file_command = functools.partial(ours.file_command, variant=Engine.variant)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from versus.engines import UnavailableError, build_once, hugging_face, only
+from versus.engines.batched import in_batches, left_padded
 from versus.shapes import Case, Shape
 
 
@@ -44,12 +45,19 @@ class Engine:
         self.model = onnxruntime_genai.Model(config)
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
+        first, results = self._generate(inputs, case.new, case.beams)
+        return first if case.beams == 1 else None, results
+
+    def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
+        return in_batches(inputs, lambda rows: self._generate(left_padded(rows)[0], new, 1)[1])
+
+    def _generate(self, inputs: Any, new: int, beams: int) -> tuple[float | None, list[list[int]]]:
         import numpy as np
 
-        total = case.prompt + case.new
+        rows, length = np.shape(inputs)
         params = self.genai.GeneratorParams(self.model)
         params.set_search_options(
-            max_length=total, min_length=total, batch_size=case.batch, num_beams=case.beams, do_sample=False
+            max_length=length + new, min_length=length + new, batch_size=rows, num_beams=beams, do_sample=False
         )
         generator = self.genai.Generator(self.model, params)
         generator.append_tokens(np.array(inputs, np.int32))
@@ -57,5 +65,4 @@ class Engine:
         while not generator.is_done():
             generator.generate_next_token()
             first = first or time.perf_counter()
-        results = [generator.get_sequence(i)[case.prompt :].tolist() for i in range(case.batch)]
-        return first if case.beams == 1 else None, results
+        return first, [generator.get_sequence(i)[length:].tolist() for i in range(rows)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,16 @@ def _export(folder: Path, shape: Shape, precision: str, variant: str | None, pat
             )
     except TformerError as error:
         raise UnavailableError(str(error)) from error
+
+
+def file_command(
+    folder: Path, precision: str, threads: int, texts: Path, results: Path, new: int, variant: str | None = None
+) -> list[str]:
+    """Return the command that a user runs. By default it has one worker for each core, of one thread."""
+    command = [str(Path(sys.executable).with_name("tformer-run")), str(model_path(folder, precision, variant))]
+    command += ["--ids", "--input-file", str(texts), "--output-file", str(results), "--force", "--quiet"]
+    command += ["--max-new-tokens", str(new), "--min-new-tokens", str(new)]
+    return [*command, "--device", "cpu", "--workers", str(threads), "--threads", "1"]
 
 
 class Engine:
