@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tformer_runtime.backend import resident_pages
+from tformer_runtime.backend.native_kernels import LoadingProducts, find_native_kernels
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
@@ -59,6 +60,7 @@ class Session:
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
+    kernels: the native kernels that compute quantised products, in words; None if onnxruntime's operators do.
     run_slots: the limit for runs at the same time; None on CUDA.
 
     On CUDA each of the two stages of a file has its own session, because a graph with an `If` cannot be captured.
@@ -93,6 +95,7 @@ class Session:
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
+        self.kernels: str | None = None
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
         check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
@@ -236,12 +239,25 @@ class Session:
 
     def _load_on_a_device(self, split_stages: bool | None, falls_back: bool) -> dict[SessionName, Any]:
         try:
-            return self._load(split_stages)
+            return self._load_with_kernels(split_stages)
         except DeviceError:
             if not falls_back:
                 raise
             self.device = "cpu"
+            return self._load_with_kernels(split_stages)
+
+    def _load_with_kernels(self, split_stages: bool | None) -> dict[SessionName, Any]:
+        """Open the sessions, on the CPU with native kernels if this machine has any."""
+        kernels = find_native_kernels(self._ort) if self.device == "cpu" else None
+        self._products: LoadingProducts | None = None
+        if kernels is None:
             return self._load(split_stages)
+        with LoadingProducts(kernels) as self._products:
+            sessions = self._load(split_stages)
+        if self._products.count:
+            self.kernels = kernels.description
+        self._products = None
+        return sessions
 
     def _load(self, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open and return the session of each stage, and of the top logits if steps are captured.
@@ -303,7 +319,11 @@ class Session:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
         providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
         providers = providers if self.device == "cuda" else [_CPU]
+        if self._products is not None:
+            model = self._products.rewrite(model, folder)
         try:
+            if self._products is not None:
+                self._products.register(options)
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
             session = self._ort.InferenceSession(

@@ -36,9 +36,13 @@ MESSAGES = {  # prefix of the constants in onnx_fields → message
     "TENSOR": onnx.TensorProto,
 }
 ENUM_VALUES = {
+    "ATTRIBUTE_TYPE_FLOAT": onnx.AttributeProto.FLOAT,
     "ATTRIBUTE_TYPE_INT": onnx.AttributeProto.INT,
+    "ATTRIBUTE_TYPE_GRAPH": onnx.AttributeProto.GRAPH,
     "TENSOR_DATA_LOCATION_EXTERNAL": onnx.TensorProto.EXTERNAL,
     "DATA_TYPE_FLOAT": onnx.TensorProto.FLOAT,
+    "DATA_TYPE_UINT8": onnx.TensorProto.UINT8,
+    "DATA_TYPE_INT8": onnx.TensorProto.INT8,
     "DATA_TYPE_INT32": onnx.TensorProto.INT32,
     "DATA_TYPE_INT64": onnx.TensorProto.INT64,
     "DATA_TYPE_BFLOAT16": onnx.TensorProto.BFLOAT16,
