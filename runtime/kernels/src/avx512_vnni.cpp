@@ -11,7 +11,6 @@ namespace {
 constexpr size_t STREAM_ROWS = 4;        // for so few rows weights are read as fast as they come from memory
 constexpr size_t STREAM_PREFETCH = 2048;  // bytes
 constexpr size_t NEAR_BYTES = 32768;      // panels of so many bytes stay in the nearest cache with those before them
-constexpr size_t ROWS_TO_EXPAND = 32;    // so many rows repay the making of int8 columns from 4 bits
 
 INLINE __m512i broadcast(const uint8_t* q) {
   int32_t four;
@@ -182,15 +181,6 @@ void multiply4(const Tile& tile) {
   const Matrix& matrix = *tile.matrix;
   const size_t rows = tile.row_end - tile.row_begin;
   size_t p = tile.panel_begin;
-  if (rows >= ROWS_TO_EXPAND) {
-    const size_t bytes = matrix.padded_inner * PANEL;
-    uint8_t* weights = expanded_panels(2 * bytes);
-    for (; p + 2 <= tile.panel_end; p += 2) {
-      expand_panel_avx512(matrix, p, weights);
-      expand_panel_avx512(matrix, p + 1, weights + bytes);
-      for_rows<Kernel8, 2, 12>(tile, p, weights);
-    }
-  }
   if (rows <= STREAM_ROWS)
     for (; p < tile.panel_end; p++) for_rows<Stream4, 4, STREAM_ROWS>(tile, p, matrix.panel(p));
   for (; p + 2 <= tile.panel_end; p += 2) for_rows<Kernel4, 2, 6>(tile, p, matrix.panel(p));

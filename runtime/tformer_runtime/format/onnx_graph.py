@@ -88,7 +88,7 @@ class Tensor:
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Node:
     """A node.
 
@@ -114,7 +114,7 @@ class Node:
         return found
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Graph:
     """A graph, or a branch of a node.
 
@@ -168,7 +168,7 @@ class Graph:
         return names
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class OnnxModel:
     """A model. rest: its other fields, encoded."""
 

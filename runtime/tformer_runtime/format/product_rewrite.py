@@ -50,9 +50,10 @@ def replace_products(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, i
         count = sum(_replace_in(graph, files, pack) for graph in list(parsed.graph.all_graphs()))
     if not count:
         return model, 0
+    _remove_unread(parsed.graph)
     for graph in list(parsed.graph.all_graphs()):
         _remove_few_rows_branches(graph)
-    _remove_unread(parsed.graph)
+    _remove_unread(parsed.graph)  # what the branches for few rows alone have read
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
     return parsed.encode(), count
