@@ -16,6 +16,11 @@ struct Dot {
   static __m256i add_part(__m256i part, __m256i a, __m256i w) {
     return _mm256_add_epi16(part, _mm256_maddubs_epi16(a, w));
   }
+  template <int ROWS>
+  static void add_parts(__m256i (&part)[ROWS][2], const __m256i (&others)[ROWS][2]) {
+    for (int r = 0; r < ROWS; r++)
+      for (int half = 0; half < 2; half++) part[r][half] = _mm256_add_epi16(part[r][half], others[r][half]);
+  }
   static __m256i factors(const uint8_t* m) {  // each twice, for the two 16-bit sums of a column
     const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(m)));
     return _mm256_or_si256(wide, _mm256_slli_epi32(wide, 16));
@@ -27,7 +32,7 @@ bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_suppor
 
 }  // namespace
 
-const Path AVX2 = {"avx2",        supported, GROUP, true, quantise_avx2, Kernels<Dot>::multiply8,
+const Path AVX2 = {"avx2",        supported, 2 * GROUP, true, quantise_avx2, Kernels<Dot>::multiply8,
                    Kernels<Dot>::multiply4};
 
 }  // namespace tformer

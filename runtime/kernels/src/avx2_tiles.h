@@ -133,26 +133,49 @@ INLINE void store_tile(const Tile& tile, size_t row, size_t p, const __m256i (&s
   }
 }
 
+INLINE void prefetch(const uint8_t* weights) {
+  _mm_prefetch(reinterpret_cast<const char*>(weights), _MM_HINT_T0);
+}
+
+template <int ROWS>
+INLINE void clear(__m256i (&sums)[ROWS][2]) {
+  unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm256_setzero_si256(); });
+}
+
+// Adds 32-bit sums.
+template <int ROWS>
+INLINE void add(__m256i (&sums)[ROWS][2], const __m256i (&others)[ROWS][2]) {
+  unroll<ROWS>(UNROLLED(r) {
+    unroll<2>(UNROLLED(half) { sums[r][half] = _mm256_add_epi32(sums[r][half], others[r][half]); });
+  });
+}
+
 template <class Dot>
 struct Kernels {
+  // Sums of few rows are added in two ways, so that they wait for each other half as often.
+  template <int ROWS>
+  static constexpr int WAYS = ROWS <= 2 ? 2 : 1;
+
   template <int ROWS, int PANELS>
   struct Kernel8 {
     static_assert(PANELS == 1);
     static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
       const size_t inner = tile.matrix->padded_inner;
       const uint8_t* q = tile.rows + row * inner;
-      __m256i sums[ROWS][2];
-      unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm256_setzero_si256(); });
-      for (size_t k = 0; k < inner; k += GROUP, weights += GROUP_BYTES) {
-        const __m256i w = load(weights), v = load(weights + 32);
-        _mm_prefetch(reinterpret_cast<const char*>(weights + PREFETCH_BYTES), _MM_HINT_T0);
-        unroll<ROWS>(UNROLLED(r) {
-          const __m256i a = broadcast(q + r * inner + k);
-          sums[r][0] = Dot::add(sums[r][0], a, w);
-          sums[r][1] = Dot::add(sums[r][1], a, v);
+      __m256i sums[WAYS<ROWS>][ROWS][2];
+      unroll<WAYS<ROWS>>(UNROLLED(u) { clear<ROWS>(sums[u]); });
+      for (size_t k = 0; k < inner; k += WAYS<ROWS> * GROUP, weights += WAYS<ROWS> * GROUP_BYTES)
+        unroll<WAYS<ROWS>>(UNROLLED(u) {
+          const __m256i w = load(weights + u * GROUP_BYTES), v = load(weights + u * GROUP_BYTES + 32);
+          prefetch(weights + u * GROUP_BYTES + PREFETCH_BYTES);
+          unroll<ROWS>(UNROLLED(r) {
+            const __m256i a = broadcast(q + r * inner + k + u * GROUP);
+            sums[u][r][0] = Dot::add(sums[u][r][0], a, w);
+            sums[u][r][1] = Dot::add(sums[u][r][1], a, v);
+          });
         });
-      }
-      store_tile<ROWS>(tile, row, p, sums);
+      if (WAYS<ROWS> == 2) add<ROWS>(sums[0], sums[WAYS<ROWS> - 1]);
+      store_tile<ROWS>(tile, row, p, sums[0]);
     }
   };
 
@@ -167,27 +190,30 @@ struct Kernels {
       const uint8_t* q = tile.rows + row * inner;
       const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
       __m256i sums[ROWS][2];
-      unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm256_setzero_si256(); });
+      clear<ROWS>(sums);
       for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
         const __m256i m0 = Dot::factors(m), m1 = Dot::factors(m + 8);
         for (size_t begin = b; begin < b + matrix.block; begin += part_rows) {
-          __m256i part[ROWS][2];
-          unroll<ROWS>(UNROLLED(r) { part[r][0] = part[r][1] = _mm256_setzero_si256(); });
+          __m256i part[WAYS<ROWS>][ROWS][2];
+          unroll<WAYS<ROWS>>(UNROLLED(u) { clear<ROWS>(part[u]); });
           for (size_t k = begin; k < begin + part_rows; k += 2 * GROUP, weights += GROUP_BYTES) {
-            _mm_prefetch(reinterpret_cast<const char*>(weights + PREFETCH_BYTES), _MM_HINT_T0);
+            prefetch(weights + PREFETCH_BYTES);
             unroll<2>(UNROLLED(half) {
+              constexpr int last = WAYS<ROWS> - 1;
               const __m256i both = load(weights + 32 * half);
               const __m256i w = _mm256_sub_epi8(_mm256_and_si256(both, low), eight);
               const __m256i v = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), low), eight);
               unroll<ROWS>(UNROLLED(r) {
-                part[r][half] = Dot::add_part(part[r][half], broadcast(q + r * inner + k), w);
-                part[r][half] = Dot::add_part(part[r][half], broadcast(q + r * inner + k + GROUP), v);
+                const uint8_t* a = q + r * inner + k;
+                part[0][r][half] = Dot::add_part(part[0][r][half], broadcast(a), w);
+                part[last][r][half] = Dot::add_part(part[last][r][half], broadcast(a + GROUP), v);
               });
             });
           }
+          if (WAYS<ROWS> == 2) Dot::template add_parts<ROWS>(part[0], part[WAYS<ROWS> - 1]);
           unroll<ROWS>(UNROLLED(r) {
-            sums[r][0] = _mm256_add_epi32(sums[r][0], Dot::times(part[r][0], m0));
-            sums[r][1] = _mm256_add_epi32(sums[r][1], Dot::times(part[r][1], m1));
+            sums[r][0] = _mm256_add_epi32(sums[r][0], Dot::times(part[0][r][0], m0));
+            sums[r][1] = _mm256_add_epi32(sums[r][1], Dot::times(part[0][r][1], m1));
           });
         }
       }

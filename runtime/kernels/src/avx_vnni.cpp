@@ -21,6 +21,10 @@ struct Dot {
     return sums;
   }
   static __m256i add_part(__m256i part, __m256i a, __m256i w) { return add(part, a, w); }
+  template <int ROWS>
+  static void add_parts(__m256i (&part)[ROWS][2], const __m256i (&others)[ROWS][2]) {
+    tformer::add<ROWS>(part, others);
+  }
   static __m256i factors(const uint8_t* m) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(m)));
   }
@@ -35,7 +39,7 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX_VNNI = {"avxvnni",     supported, GROUP, false, quantise_avx2, Kernels<Dot>::multiply8,
+const Path AVX_VNNI = {"avxvnni",     supported, 2 * GROUP, false, quantise_avx2, Kernels<Dot>::multiply8,
                        Kernels<Dot>::multiply4};
 
 }  // namespace tformer

@@ -68,6 +68,9 @@ TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* ni
 // Returns whether the handle was known. Sessions that multiply with the matrix keep it.
 TFORMER_EXPORT int32_t tformer_kernels_release(int64_t handle) { return release_matrix(handle); }
 
+// The number of matrices in memory.
+TFORMER_EXPORT int32_t tformer_kernels_matrices() { return Matrix::count; }
+
 // Multiplies on the calling thread, without onnxruntime; x (rows, K), out (rows, N). Returns 0, or a `Refusal`.
 TFORMER_EXPORT int64_t tformer_kernels_multiply(int64_t handle, const float* x, uint64_t rows, float* out,
                                                 int32_t magnitude, float floor, float step, int32_t zero,

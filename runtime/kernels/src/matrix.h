@@ -8,6 +8,7 @@
 // (1 … 8) is stored apart. Weights are m · (u − 8), as integers the same as the int8 columns of the file.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -45,6 +46,13 @@ struct Aligned {
 struct Path;
 
 struct Matrix {
+  static inline std::atomic<int32_t> count{0};  // of matrices in memory
+
+  Matrix() { count++; }
+  ~Matrix() { count--; }
+  Matrix(const Matrix&) = delete;
+  Matrix& operator=(const Matrix&) = delete;
+
   const Path* path;
   size_t inner, columns;      // K and N
   size_t padded_inner;        // K rounded up: the stride of quantised rows

@@ -4,8 +4,8 @@ The library registers one operator with onnxruntime, which takes the place of th
 a file is loaded (`format.product_rewrite`). Results have the same bits. Without the library, or on a processor that it
 has no path for, files run as they are. Figures: docs/design/kernels.md#native-kernels.
 
-The environment variable TFORMER_KERNELS chooses: `0` for no kernels, or the name of a path, which then computes 8 and 4
-bits wherever the processor has it.
+The environment variable TFORMER_KERNELS chooses: `0` for no kernels, or the name of a path, which then computes all
+products, if the processor has it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +31,11 @@ from tformer_runtime.format.weight_files import WeightFiles
 logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
+OFF = "0"
 VERSION = 1  # of the library's functions and operator
 # Path of the library → bits of the weights for which its kernels are faster than onnxruntime's operators, as measured
 BITS_OF_PATH: dict[str, tuple[int, ...]] = {"avx512vnni": (8, 4), "avxvnni": (4,), "avx2": (4,)}
+ALL_BITS = (8, 4)
 PACKING_THREADS = 8  # at most
 MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
 LIBRARY_NAMES = {"darwin": "libtformer_kernels.dylib", "win32": "tformer_kernels.dll"}
@@ -44,10 +47,13 @@ class NativeKernels:
     file: the library.
     path: name of the path, such as "avx512vnni".
     bits: bits of the weights that it multiplies.
+    paths: the names of all paths that this processor has.
     """
 
-    def __init__(self, library: ctypes.CDLL, file: Path, path: str, bits: tuple[int, ...]) -> None:
-        self.file, self.path, self.bits = file, path, bits
+    def __init__(
+        self, library: ctypes.CDLL, file: Path, path: str, bits: tuple[int, ...], paths: Sequence[str]
+    ) -> None:
+        self.file, self.path, self.bits, self.paths = file, path, bits, tuple(paths)
         pointer, integer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
         self._pack8, self._pack4 = library.tformer_kernels_pack8, library.tformer_kernels_pack4
         self._release = library.tformer_kernels_release
@@ -136,40 +142,48 @@ def _factors(tensor: Tensor | None, files: WeightFiles) -> Array | None:
     return None if array is None else np.ascontiguousarray(array)
 
 
-@cache
 def find_native_kernels(onnxruntime: Any) -> NativeKernels | None:
     """Return the kernels for this processor; None if there are none, or if TFORMER_KERNELS is 0."""
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted == "0":
-        return None
-    file = _library_file()
+    return load_kernels(onnxruntime, os.environ.get(VARIABLE, ""))
+
+
+@cache
+def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
+    """Return the kernels of a path; None if the library or the processor does not have it.
+
+    wanted: as in TFORMER_KERNELS; empty for the path that is fastest here.
+    """
+    file = _library_file() if wanted != OFF else None
     if file is None:
         return None
     try:
         library = ctypes.CDLL(os.fspath(file))
-        library.tformer_kernels_path.restype = ctypes.c_char_p
         if library.tformer_kernels_version() != VERSION:
             logger.info("native kernels: %s has another version than this runtime", file)
             return None
-        names = [name for name in _paths(library) if library.tformer_kernels_supports(name.encode())]
         onnxruntime.SessionOptions().register_custom_ops_library(os.fspath(file))
         if not library.tformer_kernels_registered():
             logger.info("native kernels: this onnxruntime has another interface than %s expects", file)
             return None
+        names = _supported_paths(library)
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
-    if wanted:
-        return NativeKernels(library, file, wanted, (8, 4)) if wanted in names else None
-    path = next((name for name in names if name in BITS_OF_PATH), None)
-    return NativeKernels(library, file, path, BITS_OF_PATH[path]) if path is not None else None
+    path = wanted if wanted in names else next((name for name in names if name in BITS_OF_PATH), None)
+    if path is None or (wanted and path != wanted):
+        return None
+    return NativeKernels(library, file, path, ALL_BITS if wanted else BITS_OF_PATH[path], names)
 
 
-def _paths(library: ctypes.CDLL) -> list[str]:
-    """Return the names of the library's paths, the best first."""
+def _supported_paths(library: ctypes.CDLL) -> list[str]:
+    """Return the names of the paths that this processor has, the best first."""
+    library.tformer_kernels_path.restype = ctypes.c_char_p
     names: list[str] = []
-    while (name := library.tformer_kernels_path(len(names))) is not None:
-        names.append(name.decode())
+    index = 0
+    while (name := library.tformer_kernels_path(index)) is not None:
+        if library.tformer_kernels_supports(name):
+            names.append(name.decode())
+        index += 1
     return names
 
 
