@@ -7,7 +7,7 @@ namespace {
 
 const Path* const PATHS[] = {
 #if defined(__x86_64__) || defined(_M_X64)
-    &AVX512_VNNI, &AVX_VNNI, &AVX2,
+    &AMX, &AVX512_VNNI, &AVX_VNNI, &AVX2,
 #elif defined(__aarch64__) || defined(_M_ARM64)
     &NEON_I8MM, &NEON_DOT,
 #endif

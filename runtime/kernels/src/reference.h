@@ -16,6 +16,9 @@ namespace {
 [[maybe_unused]] inline uint8_t quantise_number(float x, float scale, float inverse, const RowScaling& scaling) {
   if (scaling.reciprocal || scaling.fixed_scale > 0) {
     float ratio = scaling.reciprocal ? x * inverse : x / scale;
+#if defined(__aarch64__) || defined(_M_ARM64)
+    if (ratio != ratio) return static_cast<uint8_t>(scaling.zero);
+#endif
     float lowest = static_cast<float>(-scaling.zero), highest = static_cast<float>(255 - scaling.zero);
     ratio = ratio > lowest ? ratio : lowest;
     ratio = ratio < highest ? ratio : highest;
