@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
 from tformer_runtime.format.product_rewrite import replace_products
 from tformer_runtime.format.quantized_product import QuantizedProduct
@@ -32,6 +35,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
+UNQUANTIZED = "none"  # as in the manifest
 VERSION = 1  # of the library's functions and operator
 # Path of the library → bits of the weights for which its kernels are faster than onnxruntime's operators, as measured
 BITS_OF_PATH: dict[str, tuple[int, ...]] = {"avx512vnni": (8, 4), "avxvnni": (4,), "avx2": (4,)}
@@ -145,6 +149,16 @@ def _factors(tensor: Tensor | None, files: WeightFiles) -> Array | None:
 def find_native_kernels(onnxruntime: Any) -> NativeKernels | None:
     """Return the kernels for this processor; None if there are none, or if TFORMER_KERNELS is 0."""
     return load_kernels(onnxruntime, os.environ.get(VARIABLE, ""))
+
+
+def kernels_for(manifest: Manifest) -> NativeKernels | None:
+    """Return the kernels that a file would run with on the CPU of this machine, without opening it."""
+    if manifest.quantization == UNQUANTIZED or manifest.target == "cuda":
+        return None
+    try:
+        return find_native_kernels(import_onnxruntime())
+    except MissingExtraError:
+        return None
 
 
 @cache

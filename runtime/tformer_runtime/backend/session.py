@@ -74,6 +74,7 @@ class Session:
         split_stages: bool | None = None,
         verify: bool = False,
         max_run_seconds: float | None = None,
+        native_kernels: bool = True,
     ) -> None:
         """Open a file.
 
@@ -85,6 +86,8 @@ class Session:
         split_stages: whether each stage has its own session; by default on CUDA only.
         verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
         max_run_seconds: the deadline of a run on the CPU; by default none, or `LOOP_SECONDS` for a graph with loops.
+        native_kernels: whether native kernels may compute quantised products on the CPU. The exporter, which checks the
+            operators of a file, needs these operators.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
@@ -96,6 +99,7 @@ class Session:
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
         self.kernels: str | None = None
+        self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
         check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
@@ -248,7 +252,8 @@ class Session:
 
     def _load_with_kernels(self, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open the sessions, on the CPU with native kernels if this machine has any."""
-        kernels = find_native_kernels(self._ort) if self.device == "cpu" else None
+        is_allowed = self._may_use_kernels and self.device == "cpu"
+        kernels = find_native_kernels(self._ort) if is_allowed else None
         self._products: LoadingProducts | None = None
         if kernels is None:
             return self._load(split_stages)
