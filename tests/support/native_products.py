@@ -81,9 +81,8 @@ def open_native_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     with LoadingProducts(kernels_of(path)) as loading:
-        rewritten = loading.rewrite(model, Path())
+        rewritten = loading.rewrite(model, Path(), options)
         assert products is None or loading.count == products
-        loading.register(options)
         return onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
 
 

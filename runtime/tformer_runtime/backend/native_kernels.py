@@ -119,15 +119,16 @@ class LoadingProducts:
             if handle is not None:
                 self.kernels.release(handle)
 
-    def rewrite(self, model: bytes, folder: Path) -> bytes:
-        """Return the model with operators of the kernels. Errors as of `replace_products`."""
+    def rewrite(self, model: bytes, folder: Path, options: Any) -> bytes:
+        """Return the model with operators of the kernels, which a session of these options then knows.
+
+        Errors as of `replace_products`.
+        """
         model, count = replace_products(model, folder, self._pack)
+        if count:
+            options.register_custom_ops_library(os.fspath(self.kernels.file))
         self.count += count
         return model
-
-    def register(self, options: Any) -> None:
-        """Let a session of these options know the operator."""
-        options.register_custom_ops_library(os.fspath(self.kernels.file))
 
     def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
         """Pack weights once for all stages, branches and sessions that read them."""

@@ -325,10 +325,8 @@ class Session:
         providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
         providers = providers if self.device == "cuda" else [_CPU]
         if self._products is not None:
-            model = self._products.rewrite(model, folder)
+            model = self._products.rewrite(model, folder, options)
         try:
-            if self._products is not None:
-                self._products.register(options)
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.
             session = self._ort.InferenceSession(

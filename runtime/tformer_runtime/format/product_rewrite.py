@@ -37,6 +37,8 @@ def replace_products(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, i
     folder: of the files with the weights.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
+    if DOMAIN.encode() not in model and not any(name.encode() in model for name in PRODUCTS):
+        return model, 0  # a float model is not parsed
     try:
         parsed = parse_model(model)
     except (WireError, UnicodeDecodeError):
