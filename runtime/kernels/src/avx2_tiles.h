@@ -106,29 +106,27 @@ INLINE void store_tile(const Tile& tile, size_t row, size_t p, const __m256i (&s
   store_sums(tile, row, ROWS, p, buffer);
 }
 
-// As `expand_panel`.
+// As `expand_panel`. Products of 4 bits and a multiplier fit a byte, so that one multiplication of words makes two.
 [[maybe_unused]] inline void expand_panel_avx2(const Matrix& matrix, size_t p, uint8_t* out) {
   const uint8_t* data = matrix.panel(p);
   const uint8_t* multipliers = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
-  const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8), upper = _mm256_set1_epi16(-256);
+  const __m256i low = _mm256_set1_epi8(15);
   for (size_t b = 0; b < matrix.blocks(); b++, multipliers += PANEL) {
-    __m256i m[2];
+    __m256i m[2], middle[2];
     for (int half = 0; half < 2; half++) {
       m[half] = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(multipliers + 8 * half)));
       m[half] = _mm256_or_si256(m[half], _mm256_slli_epi32(m[half], 16));
+      middle[half] = _mm256_slli_epi16(_mm256_or_si256(m[half], _mm256_slli_epi16(m[half], 8)), 3);  // 8 · m in bytes
     }
-    auto times = [&](__m256i w, int half) {  // the lower byte of a word's product is that of its lower byte
-      const __m256i even = _mm256_mullo_epi16(w, m[half]);
-      const __m256i odd = _mm256_mullo_epi16(_mm256_and_si256(w, upper), m[half]);
-      return _mm256_or_si256(_mm256_andnot_si256(upper, even), odd);
-    };
     for (size_t row = 0; row < matrix.block; row += 2 * GROUP, data += GROUP_BYTES, out += 2 * GROUP_BYTES)
       for (int half = 0; half < 2; half++) {
+        auto store = [&](uint8_t* to, __m256i numbers) {
+          _mm256_store_si256(reinterpret_cast<__m256i*>(to),
+                             _mm256_sub_epi8(_mm256_mullo_epi16(numbers, m[half]), middle[half]));
+        };
         const __m256i both = load(data + 32 * half);
-        const __m256i first = _mm256_sub_epi8(_mm256_and_si256(both, low), eight);
-        const __m256i second = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), low), eight);
-        _mm256_store_si256(reinterpret_cast<__m256i*>(out + 32 * half), times(first, half));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(out + GROUP_BYTES + 32 * half), times(second, half));
+        store(out + 32 * half, _mm256_and_si256(both, low));
+        store(out + GROUP_BYTES + 32 * half, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
       }
   }
 }

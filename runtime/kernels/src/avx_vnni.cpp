@@ -14,7 +14,7 @@ namespace {
 struct Dot {
   static constexpr int ROWS_8 = 6, ROWS_4 = 4;  // 16 registers
   static constexpr size_t PART_ROWS = SIZE_MAX;  // sums of a whole block are exact in 32 bits
-  static constexpr size_t ROWS_TO_EXPAND = 12;
+  static constexpr size_t ROWS_TO_EXPAND = 7;
 
   static __m256i add(__m256i sums, __m256i a, __m256i w) {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(w));  // not the intrinsic, as in avx512_vnni.cpp
