@@ -3,6 +3,10 @@
 # make test         run the test suite
 # make thorough     run the tests that the suite leaves out because they take minutes
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
+# make kernels      build the native kernels of this processor's kind, which the tests and the runtime then find
+# make kernels-emulated  the tests of the kernels with AMX in plain C++, for processors without it
+# make kernels-sanitize  compare all paths of the kernels under the address and undefined-behaviour sanitizers
+# make kernels-arm  compare the paths for Arm in an emulator (g++-aarch64-linux-gnu and qemu-user)
 # make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
 # make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
@@ -29,7 +33,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 thorough fuzz check audit hooks docs docs-check evaluate bench bench-quick wild wild-repositories clean
+.PHONY: help demo kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 thorough fuzz check audit hooks docs docs-check \
+  evaluate bench bench-quick wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +62,34 @@ demo: $(READY)
 	  "  $(BIN)/tformer-run build/g2p-int8.onnx --info" \
 	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
 	  "See README.md; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
+
+# A built library is moved into its place: a process that has loaded the old one keeps it.
+KERNELS = runtime/kernels/tformer_kernels
+COMPILE = cmake -S runtime/kernels -B build/kernels$(1) $(2) > build/kernels$(1).log && \
+  cmake --build build/kernels$(1) --parallel 2 >> build/kernels$(1).log || { cat build/kernels$(1).log; exit 1; }
+
+kernels:
+	@mkdir -p build
+	@$(call COMPILE,)
+	@cp build/kernels/libtformer_kernels.* build/kernels.new && mv build/kernels.new $(KERNELS)/$$(basename build/kernels/libtformer_kernels.*)
+
+kernels-emulated: $(READY)
+	@mkdir -p build
+	@$(call COMPILE,-emulated,-DTFORMER_EMULATE_AMX=ON)
+	@mkdir -p build/kernels-emulated/tformer_kernels
+	@cp $(KERNELS)/__init__.py build/kernels-emulated/libtformer_kernels.* build/kernels-emulated/tformer_kernels
+	PYTHONPATH=build/kernels-emulated $(BIN)/python -m pytest tests/unit/runtime/kernels
+
+kernels-sanitize:
+	@mkdir -p build
+	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON)
+	build/kernels-sanitize/compare_paths 400
+
+kernels-arm:
+	@mkdir -p build
+	@$(call COMPILE,-arm,-DTFORMER_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++)
+	qemu-aarch64 -cpu max build/kernels-arm/compare_paths 100
 
 TESTS = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest files first
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.backend.native_kernels import kernels_for
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, UnsupportedCallError, with_input_number
@@ -593,8 +594,12 @@ class Model:
         return self.predict(sounds, batch_size, workers, **settings)
 
     def info(self) -> dict[str, Any]:
-        """Return facts about the file, and the device, as JSON values."""
-        return {**file_info(self.engine.session.path, self.manifest), "device": self.device}
+        """Return facts about the file, the device and the kernels, as JSON values.
+
+        kernels: such as "native kernels avx512vnni"; None if onnxruntime's operators compute all products.
+        """
+        session = self.engine.session
+        return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
 
     def settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
         """Return the settings of a request: the options, then the defaults of the file, then the global defaults.
@@ -782,3 +787,12 @@ def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
 
 def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:
     return {name: [array] for name, array in sources.items()} or None
+
+
+def machine_facts(manifest: Manifest) -> dict[str, Any]:
+    """Return facts about how this machine would run a file on its CPU, as JSON values.
+
+    kernels: the native kernels for its quantised products; None if onnxruntime's operators compute them.
+    """
+    kernels = kernels_for(manifest)
+    return {"kernels": kernels.description if kernels is not None else None}

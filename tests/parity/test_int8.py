@@ -38,6 +38,11 @@ def step_logits(exported, sources, tokens):
     return np.concatenate(logits, 1)
 
 
+def without_kernels(exported):
+    """Return an exported file that is opened without native kernels, which need no form for few rows."""
+    return replace(exported, engine=Engine(exported.path, device="cpu", threads=1, native_kernels=False))
+
+
 @both
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_single_row_equals_the_row_in_a_batch(exported, name, quantize):
@@ -120,7 +125,7 @@ def test_optimized_for_latency_single_row_is_near_the_row_in_a_batch(exported, n
     Their difference is at most the error of rounding to 8 bits: some 2 % of the range and at most TOLERANCE. The same
     holds for weights of 4 bits.
     """
-    file = exported(name, quantization=quantize, optimize_for="latency")
+    file = without_kernels(exported(name, quantization=quantize, optimize_for="latency"))
     sources, tokens = draw_rows(8, 4, 7), draw_rows(9, 4, 4 + NUM_STEPS)
     together = step_logits(file, sources, tokens)
     for row in range(4):
@@ -142,7 +147,7 @@ def test_both_forms_of_int4_products_have_the_same_weights(exported, name):
 
     With 4 bits both are far from the source, and near each other.
     """
-    file = exported(name, quantization="int4", optimize_for="latency")
+    file = without_kernels(exported(name, quantization="int4", optimize_for="latency"))
     source, tokens = draw_rows(10, 1, 7), draw_rows(11, 1, 12)
     requests = {file.family.request: list(source)} if file.family.request else None
     at_once = file.engine.step(file.engine.start(requests, 1), tokens, logit_positions="all")[0].copy()
@@ -167,7 +172,7 @@ def test_reordered_beams_stay_near_the_source_in_both_forms(exported):
     Attention weights of a random model are spread evenly, so that each of a pair has 7 bits. One form alone has errors
     of up to 0.11 of the range for these tokens.
     """
-    file = exported("wide-seq2seq", quantization="int8", optimize_for="latency")
+    file = without_kernels(exported("wide-seq2seq", quantization="int8", optimize_for="latency"))
     sources, tokens = draw_rows(12, 1, 7), draw_rows(13, 1, 6)
     state = file.engine.start({file.family.request: list(sources)}, 1)
     file.engine.step(state, tokens[:, :2])
@@ -230,11 +235,8 @@ def test_static_scales_give_a_row_that_does_not_depend_on_its_batch(static_file)
 
 
 def test_static_scales_with_latency_form_and_int8_caches_stay_near_the_source(exported):
-    file = exported(
-        "wide-llama",
-        quantization=Quantization("int8", activation_scales="static", kv_cache="int8"),
-        optimize_for="latency",
-    )
+    quantization = Quantization("int8", activation_scales="static", kv_cache="int8")
+    file = without_kernels(exported("wide-llama", quantization=quantization, optimize_for="latency"))
     tokens = draw_rows(9, 4, 4 + NUM_STEPS)
     together, alone = step_logits(file, None, tokens), step_logits(file, None, tokens[:1])[0]
     for actual, row in ((together[0], 0), (alone, 0), (together[3], 3)):

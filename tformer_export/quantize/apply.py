@@ -92,7 +92,7 @@ def quantize_within_budget(
             )
             path = save(rewritten.model, rewritten.manifest, folder / "quantized.onnx")
         with clock.phase("measure"):
-            after = Engine(path, device="cpu")
+            after = Engine(path, device="cpu", native_kernels=False)
             degradation: Degradation | OutputDegradation
             if isinstance(reference, ReferenceOutputs) and gate.source.step_input is not None:
                 degradation = measure_series(gate, before, after, reference, exact=options.exact)

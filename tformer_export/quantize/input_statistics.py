@@ -39,7 +39,7 @@ class StatisticsReader:
         added = _add_outputs(model, manifest, dict.fromkeys(values))
         self.names = {value: output.name for value, output in added.items()}
         manifest = _with_extras(manifest, list(added.values()))
-        self._engine = Engine(save(model, manifest, path), device="cpu")
+        self._engine = Engine(save(model, manifest, path), device="cpu", native_kernels=False)
 
     def read(self, samples: Sequence[Sample], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """Yield the outputs of these names on batches of samples of one length: name → array (…, width).

@@ -105,7 +105,7 @@ class _ExchangeableSession(Session):
     """A session that binds the values in `exchanged` (name → value) in the place of initializers."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "cpu")
+        super().__init__(path, "cpu", native_kernels=False)
         self.exchanged: dict[str, Any] = {}
 
     def new_binding(self, stage: SessionName) -> Any:

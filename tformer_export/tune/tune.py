@@ -121,7 +121,9 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
                 static_scales=scales,
             )
         with temporary_model(folder / "candidate.onnx") as path:  # a session maps it into memory
-            return make_timed_request(gate, Engine(save(candidate.model, manifest, path), device="cpu"))
+            return make_timed_request(
+                gate, Engine(save(candidate.model, manifest, path), device="cpu", native_kernels=False)
+            )
 
     manifest = replace(
         with_forms(compiled.manifest, DEFAULT_FORMS, options.optimize_for), quantization=options.quantization.weights

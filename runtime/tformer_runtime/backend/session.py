@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tformer_runtime.backend import resident_pages
+from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, find_native_kernels
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
@@ -73,6 +74,7 @@ class Session:
         split_stages: bool | None = None,
         verify: bool = False,
         max_run_seconds: float | None = None,
+        native_kernels: bool = True,
     ) -> None:
         """Open a file.
 
@@ -84,6 +86,8 @@ class Session:
         split_stages: whether each stage has its own session; by default on CUDA only.
         verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
         max_run_seconds: the deadline of a run on the CPU; by default none, or `LOOP_SECONDS` for a graph with loops.
+        native_kernels: whether native kernels may compute quantised products on the CPU. The exporter, which checks the
+            operators of a file, needs these operators.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
@@ -94,6 +98,7 @@ class Session:
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
+        self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
         check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
@@ -121,6 +126,11 @@ class Session:
             raise ModelFileError(f"{self.path}: {error}") from error
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{self.path} is damaged: a name in its graph is no text ({error})") from error
+
+    @property
+    def kernels(self) -> str | None:
+        """The native kernels that compute quantised products, in words; None if onnxruntime's operators do."""
+        return None if self._kernels is None else self._kernels.description
 
     @property
     def keeps_buffers(self) -> bool:
@@ -247,13 +257,18 @@ class Session:
     def _load(self, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open and return the session of each stage, and of the top logits if steps are captured.
 
-        Both stages may have the same session.
+        Both stages may have the same session. On the CPU, native kernels compute products if this machine has any.
         """
         model, folder = read_mapped_model(self.path)
-        with (
-            with_derived_weights(model, folder, os.cpu_count() or 1) as (model, folder),
-            resident_pages.few_file_pages(self.path),
-        ):
+        kernels = find_native_kernels(self._ort) if self._may_use_kernels and self.device == "cpu" else None
+        self._kernels: NativeKernels | None = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(resident_pages.few_file_pages(self.path))
+            if kernels is not None:
+                products = stack.enter_context(LoadingProducts(kernels))
+                model = products.rewrite(model, folder)
+                self._kernels = kernels if products.count else None
+            model, folder = stack.enter_context(with_derived_weights(model, folder, os.cpu_count() or 1))
             sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()
         return sessions
@@ -313,6 +328,8 @@ class Session:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
         providers: list[Any] = [(_CUDA, dict(settings)) if settings else _CUDA, _CPU]
         providers = providers if self.device == "cuda" else [_CPU]
+        if self._kernels is not None:
+            options.register_custom_ops_library(os.fspath(self._kernels.file))
         try:
             # No silent fallback: a provider that cannot start must not leave a CPU session in its place. Single nodes
             # (sizes and shapes) do belong on the CPU, so session.disable_cpu_ep_fallback would refuse every file.

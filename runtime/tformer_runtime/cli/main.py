@@ -29,7 +29,7 @@ from tformer_runtime.cli.result_file import ResultFile
 from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.format.info import file_fingerprint, file_info, info_lines, verified_digest
 from tformer_runtime.format.model_file import read_manifest
-from tformer_runtime.model import Model
+from tformer_runtime.model import Model, machine_facts
 from tformer_runtime.preprocess.inputs import Input
 from tformer_runtime.tasks import TASKS, BaseTask, generates, task_of
 from tformer_runtime.tasks.settings import Flag, bytes_of, value_of
@@ -115,7 +115,8 @@ def main(
             click.echo(f"{model} is as exported: blake3 {verified_digest(model)}")
             return
         if info:
-            facts = file_info(model, read_manifest(model))
+            manifest = read_manifest(model)
+            facts = {**file_info(model, manifest), **machine_facts(manifest)}
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))
             return
         _run(model, inputs, flag_values, options)

@@ -59,9 +59,15 @@ class Engine:
         threads: int | None = None,
         manifest: Manifest | None = None,
         shortlist: Shortlist | None = None,
+        native_kernels: bool = True,
     ) -> None:
-        """Open a model file. manifest, shortlist: used instead of the file's, for the exporter."""
-        self.session = model if isinstance(model, Session) else Session(model, device, threads)
+        """Open a model file. manifest, shortlist: used instead of the file's, for the exporter.
+
+        native_kernels: as of `Session`.
+        """
+        if not isinstance(model, Session):
+            model = Session(model, device, threads, native_kernels=native_kernels)
+        self.session = model
         self.manifest: Manifest = manifest or self.session.manifest
         self._shortlist_override = shortlist
         self.pool = BufferPool(self.session) if self.session.keeps_buffers else None

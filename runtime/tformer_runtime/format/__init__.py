@@ -7,11 +7,16 @@ digest           whether a file is as the exporter wrote it
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two
 derived_weights  compute the weights that a file derives from stored ones
-weight_patterns  recognise the operators that derive them; constant_nodes: the constants of a graph
 weight_forms     the forms of weights, made by numpy
 sizes            lengths of one row along the free axes of its inputs and outputs
 dtypes           types that numpy does not have
 onnx_fields      field numbers of onnx.proto
 onnx_wire        protobuf's wire format
+onnx_values      fields with the values of their numbers
+onnx_graph       a model as nodes that can be replaced
+weight_files     the bytes of weights, mapped into memory
+stored_weights   recognise the stored form of integer weights
+quantized_product  recognise the operators of a quantised product
+product_rewrite  replace quantised products by operators of native kernels
 info             facts about a file, for people
 """

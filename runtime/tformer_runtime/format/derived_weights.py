@@ -6,7 +6,7 @@ keeps all intermediate results until the last of them is computed, with up to si
 
 `with_derived_weights` recognises these operators, writes their results into a scratch file on all cores, matrix by
 matrix, and puts references to that file in their place. onnxruntime maps a weight, packs it for its kernel, and then
-lets it go, so that never more than one matrix is in memory twice.
+lets it go, so that never more than a few matrices are in memory twice.
 """
 
 from __future__ import annotations
@@ -17,77 +17,59 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.scratch_files import scratch_file
-from tformer_runtime.format.constant_nodes import DTYPES, Node, OtherFormError, Scope, Tensor, parse_node, parse_tensor
-from tformer_runtime.format.onnx_fields import (
-    ATTRIBUTE_G,
-    GRAPH_INITIALIZER,
-    GRAPH_NODE,
-    MODEL_GRAPH,
-    NODE_ATTRIBUTE,
-    STRING_STRING_ENTRY_KEY,
-    STRING_STRING_ENTRY_VALUE,
-    TENSOR_DATA_LOCATION,
-    TENSOR_DATA_LOCATION_EXTERNAL,
-    TENSOR_DATA_TYPE,
-    TENSOR_DIMS,
-    TENSOR_EXTERNAL_DATA,
-    TENSOR_NAME,
+from tformer_runtime.format import weight_forms
+from tformer_runtime.format.onnx_graph import (
+    Graph,
+    Node,
+    OnnxModel,
+    Place,
+    Tensor,
+    add_reference,
+    move_reference,
+    parse_model,
+    remove_unread,
+    tensor_array,
 )
-from tformer_runtime.format.onnx_wire import Field, WireError, bytes_field, iter_fields, varint_field
-from tformer_runtime.format.weight_patterns import DerivedWeight, match_weight
+from tformer_runtime.format.onnx_wire import WireError
+from tformer_runtime.format.product_rewrite import PRODUCTS
+from tformer_runtime.format.stored_weights import StoredWeights, find_packed_weights, find_stored_weights
+from tformer_runtime.format.weight_files import WeightFiles
 
 logger = logging.getLogger("tformer")
 
+PACKED_PRODUCT = "MatMulNBits"
 MIN_DERIVED_BYTES = 1 << 20  # of a model: onnxruntime derives fewer in less time than a scratch file takes
-MAX_GROWTH = 4  # derived numbers for each stored one: at most two in a byte, and a padded block
+MAX_GROWTH = 4  # derived numbers for each stored byte: at most two in a byte, and a padded block
 PLACE_BYTES = 1 << 16  # places in the scratch file are multiples of it: of a page, as large as pages are anywhere
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-_OPERATORS = {  # of the nodes that derive weights
-    *(b"Cast", b"BitwiseXor", b"Mul", b"Add", b"Gather", b"Transpose"),
-    *(b"Reshape", b"Unsqueeze", b"Expand", b"Concat", b"Slice", b"Pad"),
-}
+_DERIVING = (b"Transpose", b"BitwiseXor")  # a model without these operators derives nothing
 
 # A StringStringEntryProto with the key "location". A varint may have more bytes than it needs.
 _LOCATION = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
 
 
+class _UnexpectedError(Exception):
+    """The model is not as the exporter writes it: it is left to onnxruntime."""
+
+
 @dataclass(frozen=True)
-class _Reference:
-    """An initializer whose bytes are in a file.
+class _Derived:
+    """A derived weight. write: fills its array. same_as: a stored weight that it equals, in the place of `write`."""
 
-    fields: its encoded fields, without the place. file: None for the scratch file.
-    """
-
-    fields: tuple[bytes, ...]
-    file: Path | None
-    offset: int
-    size: int
-
-    def encoded(self, scratch: Path) -> bytes:
-        place = {
-            "location": os.fspath(self.file or scratch).removeprefix("/"),
-            "offset": str(self.offset),
-            "length": str(self.size),
-        }
-        entries = (
-            bytes_field(STRING_STRING_ENTRY_KEY, key.encode()) + bytes_field(STRING_STRING_ENTRY_VALUE, value.encode())
-            for key, value in place.items()
-        )
-        external = b"".join(bytes_field(TENSOR_EXTERNAL_DATA, entry) for entry in entries)
-        return b"".join(self.fields) + external + varint_field(TENSOR_DATA_LOCATION, TENSOR_DATA_LOCATION_EXTERNAL)
-
-
-# A message in parts: encoded fields, references, and fields that hold a message in parts, with their numbers.
-_Parts = list["bytes | tuple[int, _Reference | _Parts]"]
+    graph: Graph
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    write: Callable[[Array], None] | None
+    same_as: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -107,210 +89,151 @@ def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStac
     """Compute the derived weights. Return as `with_derived_weights` yields; None to leave the model as it is."""
     if os.name != "posix":  # a path relative to the root of all files is not one on another drive
         return None
-    try:
-        fields = list(iter_fields(model))
-        graph = _Graph(b"".join(each.content for each in fields if each.number == MODEL_GRAPH), None)  # may be in parts
-        if sum(math.prod(weight.shape) for weight in graph.all_weights()) < MIN_DERIVED_BYTES:
-            return None
-        plan = _Plan(folder)
-        parts: _Parts = [_plain(each) for each in fields if each.number != MODEL_GRAPH]
-        parts.append((MODEL_GRAPH, plan.parts(graph)))
-        file, path = stack.enter_context(scratch_file(plan.size))
-        plan.write(file, threads)
-    except (OtherFormError, WireError, RecursionError):  # onnxruntime says what is wrong with it
+    if not any(operator in model for operator in _DERIVING):
         return None
-    except (OSError, ValueError) as error:  # no place, or a stored weight that is shorter than its shape
+    try:
+        parsed = parse_model(model)
+        with WeightFiles(folder) as files:
+            weights = list({(id(each.graph), each.name): each for each in _find_derived(parsed.graph, files)}.values())
+            if sum(math.prod(each.shape) for each in weights if each.write) < MIN_DERIVED_BYTES:
+                return None
+            _use_root(parsed, folder, files)
+            size, places = 0, []
+            for each in weights:
+                places.append(size)
+                size += -(-math.prod(each.shape) // PLACE_BYTES) * PLACE_BYTES if each.write else 0
+            file, path = stack.enter_context(scratch_file(size))
+            _write_all(weights, places, file, threads)
+        for each, place in zip(weights, places, strict=True):
+            _put(each, place, path, folder)
+        remove_unread(parsed.graph)
+    except (_UnexpectedError, WireError, UnicodeDecodeError):  # onnxruntime says what is wrong with it
+        return None
+    except (OSError, ValueError) as error:  # no place
         logger.info("onnxruntime derives the weights itself: %s", error)
         return None
-    return _encode(parts, path), Path("/")
+    return parsed.encode(), Path("/")
 
 
-def _encode(parts: _Parts, scratch: Path) -> bytes:
-    encoded = []
-    for part in parts:
-        if isinstance(part, bytes):
-            encoded.append(part)
-            continue
-        number, content = part
-        inner = content.encoded(scratch) if isinstance(content, _Reference) else _encode(content, scratch)
-        encoded.append(bytes_field(number, inner))
-    return b"".join(encoded)
+def _find_derived(graph: Graph, files: WeightFiles) -> Iterator[_Derived]:
+    """Yield the derived weights that products read."""
+    for inner in graph.all_graphs():
+        for node in inner.nodes:
+            if node.op_type in PRODUCTS:
+                yield from _columns(inner, node, files)
+            elif node.op_type == PACKED_PRODUCT:
+                yield from _packed(inner, node, files)
 
 
-class _Graph:
-    """A graph, its derived weights, and the graphs within it.
+def _columns(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
+    """Yield the int8 columns (K, N) of a product, if they are derived."""
+    name = node.inputs[1] if len(node.inputs) > 1 else ""
+    found, stored = graph.find_producer(name), find_stored_weights(graph, name, files)
+    if found is None or stored is None or (stored.is_plain and stored.tensor.raw is not None):
+        return
+    write = None if stored.is_plain else _writer_of_columns(stored, files)
+    yield _Derived(
+        found[1],
+        name,
+        np.dtype(np.int8),
+        (stored.inner, stored.columns),
+        write,
+        stored.tensor if stored.is_plain else None,
+    )
 
-    nodes: the nodes in front that derive weights, by their encoding.
-    weights: the recognised weights by name. kept: names of the values that onnxruntime derives.
-    inner: the graphs of attributes, by their encoding.
+
+def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
+    """Yield the packed weights (N, blocks, bytes of a block) of a product, if they are derived."""
+    name = node.inputs[1] if len(node.inputs) > 1 else ""
+    found, packed = graph.find_producer(name), find_packed_weights(graph, name, files)
+    if found is None or packed is None:
+        return
+    stored, block = packed
+    if stored.block:
+        if stored.tensor.raw is None:
+            yield _Derived(found[1], name, np.dtype(np.uint8), stored.tensor.shape, None, stored.tensor)
+        return
+    rows = _array(stored.tensor, files)
+
+    def write(out: Array) -> None:
+        weight_forms.packed_8_bits(rows if stored.is_transposed else rows.T, out)
+
+    shape = stored.columns, -(-stored.inner // block), block
+    if math.prod(shape) > MAX_GROWTH * rows.nbytes:
+        raise _UnexpectedError
+    yield _Derived(found[1], name, np.dtype(np.uint8), shape, write)
+
+
+def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
+    """Return the function that writes int8 columns."""
+    values = _array(stored.tensor, files)
+    if stored.factors is not None:
+        factors = _array(stored.factors, files)
+        if factors.max(initial=0) > weight_forms.MAX_FACTOR:
+            raise _UnexpectedError
+        return lambda out: weight_forms.columns_of_4_bits(values, factors, out)
+    if stored.block:
+        return lambda out: weight_forms.columns_of_8_bits(values, out)
+    return lambda out: weight_forms.transpose(values, out)
+
+
+def _array(tensor: Tensor, files: WeightFiles) -> Array:
+    """Return the numbers of a stored weight. Raise _UnexpectedError if its file does not have them."""
+    array = tensor_array(tensor, files.read)
+    if array is None or not array.size:
+        raise _UnexpectedError
+    return array
+
+
+def _use_root(model: OnnxModel, folder: Path, files: WeightFiles) -> None:
+    """Let all references into files have paths from the root, so that files of two folders can be read.
+
+    Raise _UnexpectedError for a reference to another folder, which onnxruntime refuses, or where none is expected.
     """
-
-    def __init__(self, content: bytes, outer: Scope | None) -> None:
-        self.is_main = outer is None
-        self.fields = list(iter_fields(content))
-        scope = Scope(self.fields, outer)
-        self.nodes = _derived_nodes(self.fields, scope)
-        self.weights, self.kept = _match_all(self.nodes, scope)
-        self.inner = {
-            part.content: _Graph(part.content, scope)
-            for node in self.fields
-            if node.number == GRAPH_NODE and b"_branch" in node.content
-            for attribute in iter_fields(node.content)
-            if attribute.number == NODE_ATTRIBUTE
-            for part in iter_fields(attribute.content)
-            if part.number == ATTRIBUTE_G
-        }
-
-    def all_weights(self) -> Iterator[DerivedWeight]:
-        yield from self.weights.values()
-        for graph in self.inner.values():
-            yield from graph.all_weights()
+    graph = model.graph
+    for inner in graph.all_graphs():
+        others = [*inner.rest, *(node.encoded for node in inner.nodes)]
+        if inner is not graph:
+            others += inner.encoded_initializers.values()
+        if any(map(_LOCATION.search, others)):
+            raise _UnexpectedError
+    if any(map(_LOCATION.search, model.rest)):
+        raise _UnexpectedError
+    for name, tensor in list(graph.initializers.items()):
+        if tensor.location:
+            if not files.has(tensor):
+                raise _UnexpectedError
+            move_reference(graph, name, _from_root(folder / tensor.location))
 
 
-class _Plan:
-    """The places of derived weights in the scratch file, and the model with references to them.
-
-    folder: of the model file.
-    size: of the scratch file.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.weights: list[tuple[DerivedWeight, int]] = []
-        self.size = 0
-        self._file_sizes: dict[str, int] = {}
-
-    def parts(self, graph: _Graph) -> _Parts:
-        """Return the parts of a graph. Raise OtherFormError if a reference into a file is where none is expected."""
-        parts: _Parts = [(GRAPH_INITIALIZER, self._add(name, weight)) for name, weight in graph.weights.items()]
-        for each in graph.fields:
-            if each.number == GRAPH_NODE and each.encoded in graph.nodes:
-                parts += [each.encoded] if graph.nodes[each.encoded].output in graph.kept else []
-            elif each.number == GRAPH_NODE and b"_branch" in each.content:
-                parts.append((GRAPH_NODE, self._choice(each.content, graph)))
-            elif each.number == GRAPH_INITIALIZER and graph.is_main:
-                parts.append(self._initializer(each))
-            else:
-                parts.append(_plain(each))
-        return parts
-
-    def _choice(self, node: bytes, graph: _Graph) -> _Parts:
-        """Return the parts of a node with graphs as attributes."""
-        parts: _Parts = []
-        for each in iter_fields(node):
-            if each.number == NODE_ATTRIBUTE:
-                inner: _Parts = [
-                    (ATTRIBUTE_G, self.parts(graph.inner[part.content])) if part.number == ATTRIBUTE_G else _plain(part)
-                    for part in iter_fields(each.content)
-                ]
-                parts.append((NODE_ATTRIBUTE, inner))
-            else:
-                parts.append(_plain(each))
-        return parts
-
-    def _initializer(self, initializer: Field) -> bytes | tuple[int, _Reference]:
-        """Return an initializer; if its bytes are in a file, with a path from the root."""
-        if _LOCATION.search(initializer.content) is None:
-            return initializer.encoded
-        tensor = parse_tensor(initializer.content)
-        self._check_place(tensor)
-        place = TENSOR_EXTERNAL_DATA, TENSOR_DATA_LOCATION
-        kept = tuple(each.encoded for each in iter_fields(initializer.content) if each.number not in place)
-        return GRAPH_INITIALIZER, _Reference(kept, self.folder / tensor.file, tensor.offset, tensor.size)
-
-    def _check_place(self, tensor: Tensor) -> None:
-        """Raise OtherFormError if the bytes of a tensor are in another folder, or beyond the end of their file."""
-        if tensor.file not in self._file_sizes:
-            path = self.folder / tensor.file
-            if path.parent != self.folder or path.name != tensor.file or path.is_symlink():
-                raise OtherFormError  # onnxruntime refuses it
-            self._file_sizes[tensor.file] = path.stat().st_size
-        if tensor.offset + tensor.size > self._file_sizes[tensor.file]:
-            raise OtherFormError
-
-    def _add(self, name: bytes, weight: DerivedWeight) -> _Reference:
-        """Return the reference to a weight, and give it a place in the scratch file if it has to be computed."""
-        fields = (
-            *(varint_field(TENSOR_DIMS, size) for size in weight.shape),
-            varint_field(TENSOR_DATA_TYPE, _CODES[weight.dtype]),
-            bytes_field(TENSOR_NAME, name),
-        )
-        for source in weight.sources:
-            if source.file:
-                self._check_place(source)
-        if weight.write is None:
-            (same,) = weight.sources
-            return _Reference(fields, self.folder / same.file, same.offset, same.size)
-        place, size = self.size, math.prod(weight.shape)
-        if size > MAX_GROWTH * sum(math.prod(source.shape) for source in weight.sources):
-            raise OtherFormError
-        self.weights.append((weight, place))
-        self.size += -(-size // PLACE_BYTES) * PLACE_BYTES
-        return _Reference(fields, None, place, size)
-
-    def write(self, file: BinaryIO, threads: int) -> None:
-        """Compute all weights. Raise OSError or ValueError if a stored weight cannot be read."""
-        from concurrent.futures import ThreadPoolExecutor  # takes 2 ms to import
-
-        names = {tensor.file for weight, _ in self.weights for tensor in weight.sources if tensor.file}
-        stored = {name: _mapped(self.folder / name) for name in names}
-        with ThreadPoolExecutor(threads) as pool:
-            largest_first = sorted(self.weights, key=lambda each: -math.prod(each[0].shape))
-            results = [pool.submit(_write, weight, stored, file, place) for weight, place in largest_first]
-            for result in results:
-                result.result()
+def _put(weight: _Derived, place: int, scratch: Path, folder: Path) -> None:
+    """Put a reference in the place of the node that derives a weight."""
+    node = weight.graph.producers[weight.name]
+    weight.graph.nodes.remove(node)
+    weight.graph.index()
+    same = weight.same_as
+    if same is None:
+        where = Place(_from_root(scratch), place, math.prod(weight.shape))
+    else:
+        where = Place(_from_root(folder / same.location), same.offset, same.length)
+    add_reference(weight.graph, weight.name, weight.dtype, weight.shape, where)
 
 
-def _write(weight: DerivedWeight, stored: Mapping[str, mmap.mmap], file: BinaryIO, place: int) -> None:
-    """Compute a weight into the scratch file."""
+def _from_root(path: Path) -> str:
+    return os.fspath(path).removeprefix("/")
+
+
+def _write_all(weights: list[_Derived], places: list[int], file: BinaryIO, threads: int) -> None:
+    """Compute all weights into the scratch file, the largest first."""
+    from concurrent.futures import ThreadPoolExecutor  # takes 2 ms to import
+
+    jobs = sorted(zip(weights, places, strict=True), key=lambda job: -math.prod(job[0].shape))
+    with ThreadPoolExecutor(threads) as pool:
+        for result in [pool.submit(_write, weight, file, place) for weight, place in jobs if weight.write]:
+            result.result()
+
+
+def _write(weight: _Derived, file: BinaryIO, place: int) -> None:
     assert weight.write is not None
     pages = mmap.mmap(file.fileno(), math.prod(weight.shape), offset=place)  # closed with the last array on it
-    out: Array = np.frombuffer(pages, weight.dtype).reshape(weight.shape)
-    weight.write(*(each.array(stored) for each in weight.sources), out)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    """Return the bytes of a file, which are mapped until the last array that shows them is gone."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _plain(each: Field) -> bytes:
-    """Return the bytes of a field. Raise OtherFormError if it refers to a file: its folder would be another one."""
-    if _LOCATION.search(each.content) is not None:
-        raise OtherFormError
-    return each.encoded
-
-
-def _derived_nodes(fields: list[Field], scope: Scope) -> dict[bytes, Node]:
-    """Return the nodes over constants in front of a graph, by their encoding. The scope gets all constants."""
-    nodes: dict[bytes, Node] = {}
-    for each in fields:
-        if each.number != GRAPH_NODE:
-            continue
-        node = parse_node(each.content)
-        if node is None or node.op not in _OPERATORS:
-            break
-        if not all(map(scope.is_constant, node.inputs)):
-            break
-        nodes[each.encoded] = scope.nodes[node.output] = node
-    return nodes
-
-
-def _match_all(nodes: Mapping[bytes, Node], scope: Scope) -> tuple[dict[bytes, DerivedWeight], set[bytes]]:
-    """Return the derived weights by name, and the names of values that onnxruntime derives."""
-    read = {name for node in nodes.values() for name in node.inputs}
-    weights: dict[bytes, DerivedWeight] = {}
-    kept, pending = set[bytes](), []
-    for node in nodes.values():
-        if node.output not in read:
-            try:
-                weights[node.output] = match_weight(scope, node)
-            except (OtherFormError, ValueError, TypeError, IndexError):  # of numbers that do not fit each other
-                pending.append(node.output)
-    while pending:
-        name = pending.pop()
-        if name in scope.nodes and name not in kept:
-            kept.add(name)
-            pending += scope.nodes[name].inputs
-    return weights, kept
+    weight.write(np.frombuffer(pages, weight.dtype).reshape(weight.shape))

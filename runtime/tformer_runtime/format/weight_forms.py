@@ -14,6 +14,7 @@ from tformer_runtime.base.arrays import Array
 
 BLOCK_COLUMNS, STRIP_COLUMNS = 1024, 64  # of one block, and of one step of its transposition
 INT4_OFFSET = 8  # a stored number of 4 bits is 0 … 15 for -8 … 7
+MAX_FACTOR = 8  # of a block of 4 bits: m · q is an int8
 
 
 def transpose(source: Array, out: Array) -> None:

@@ -34,7 +34,9 @@ MESSAGES = {  # prefix of the constants in onnx_fields → message
     "TENSOR": onnx.TensorProto,
 }
 ENUM_VALUES = {
+    "ATTRIBUTE_TYPE_FLOAT": onnx.AttributeProto.FLOAT,
     "ATTRIBUTE_TYPE_INT": onnx.AttributeProto.INT,
+    "ATTRIBUTE_TYPE_GRAPH": onnx.AttributeProto.GRAPH,
     "TENSOR_DATA_LOCATION_EXTERNAL": onnx.TensorProto.EXTERNAL,
     "DATA_TYPE_FLOAT": onnx.TensorProto.FLOAT,
     "DATA_TYPE_UINT8": onnx.TensorProto.UINT8,

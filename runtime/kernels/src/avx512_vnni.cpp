@@ -1,0 +1,199 @@
+// AVX-512 VNNI: VPDPBUSD adds 4 products to each of 16 sums.
+#include <immintrin.h>
+
+#include "avx512_rows.h"
+#include "blocks.h"
+#include "paths.h"
+
+namespace tformer {
+namespace {
+
+constexpr size_t STREAM_ROWS = 4;        // for so few rows weights are read as fast as they come from memory
+constexpr size_t STREAM_PREFETCH = 2048;  // bytes
+constexpr size_t NEAR_BYTES = 32768;      // panels of so many bytes stay in the nearest cache with those before them
+
+INLINE __m512i broadcast(const uint8_t* q) {
+  int32_t four;
+  std::memcpy(&four, q, 4);
+  return _mm512_set1_epi32(four);
+}
+
+INLINE void prefetch(const uint8_t* weights) {
+  _mm_prefetch(reinterpret_cast<const char*>(weights), _MM_HINT_T0);
+}
+
+// The instruction as such: with the intrinsic, gcc copies sums between registers, at twice the time.
+INLINE void add_products(__m512i& sums, __m512i a, __m512i w) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(w));
+}
+
+template <int ROWS, int PANELS>
+INLINE void store_tile(const Tile& tile, size_t row, size_t p, const __m512i (&sums)[ROWS][PANELS]) {
+  alignas(ALIGNMENT) int32_t buffer[ROWS * PANELS * PANEL];
+  unroll<ROWS>(UNROLLED(r) {
+    unroll<PANELS>(UNROLLED(j) { _mm512_store_si512(buffer + (r * PANELS + j) * PANEL, sums[r][j]); });
+  });
+  store_sums(tile, row, ROWS, p, PANELS, buffer);
+}
+
+// Few rows: one panel after the other, with WAYS sums of a row, which do not wait for each other.
+template <int ROWS, int WAYS>
+struct Stream8 {
+  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
+    const size_t inner = tile.matrix->padded_inner;
+    const uint8_t* q = tile.rows + row * inner;
+    __m512i sums[ROWS][WAYS], total[ROWS][1];
+    unroll<ROWS>(UNROLLED(r) { unroll<WAYS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
+    size_t k = 0;
+    for (; k + WAYS * GROUP <= inner; k += WAYS * GROUP, weights += WAYS * GROUP_BYTES)
+      unroll<WAYS>(UNROLLED(j) {
+        const __m512i w = _mm512_load_si512(weights + j * GROUP_BYTES);
+        prefetch(weights + j * GROUP_BYTES + STREAM_PREFETCH);
+        unroll<ROWS>(UNROLLED(r) { add_products(sums[r][j], broadcast(q + r * inner + k + j * GROUP), w); });
+      });
+    for (; k < inner; k += GROUP, weights += GROUP_BYTES) {
+      const __m512i w = _mm512_load_si512(weights);
+      unroll<ROWS>(UNROLLED(r) { add_products(sums[r][0], broadcast(q + r * inner + k), w); });
+    }
+    unroll<ROWS>(UNROLLED(r) {
+      total[r][0] = sums[r][0];
+      unroll<WAYS - 1>(UNROLLED(j) { total[r][0] = _mm512_add_epi32(total[r][0], sums[r][j + 1]); });
+    });
+    store_tile<ROWS, 1>(tile, row, p, total);
+  }
+};
+
+template <int ROWS, int PANELS>
+struct Kernel8 {
+  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
+    const size_t inner = tile.matrix->padded_inner, panel = inner * PANEL;
+    const size_t ahead = PANELS * panel <= NEAR_BYTES ? PANELS * panel : STREAM_PREFETCH;
+    const uint8_t* q = tile.rows + row * inner;
+    __m512i sums[ROWS][PANELS];
+    unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
+    for (size_t k = 0; k < inner; k += GROUP, weights += GROUP_BYTES) {
+      __m512i w[PANELS];
+      unroll<PANELS>(UNROLLED(j) {
+        w[j] = _mm512_load_si512(weights + j * panel);
+        prefetch(weights + j * panel + ahead);
+      });
+      unroll<ROWS>(UNROLLED(r) {
+        const __m512i a = broadcast(q + r * inner + k);
+        unroll<PANELS>(UNROLLED(j) { add_products(sums[r][j], a, w[j]); });
+      });
+    }
+    store_tile<ROWS, PANELS>(tile, row, p, sums);
+  }
+};
+
+void multiply8(const Tile& tile) {
+  const Matrix& matrix = *tile.matrix;
+  const size_t rows = tile.row_end - tile.row_begin;
+  size_t p = tile.panel_begin;
+  if (rows <= STREAM_ROWS)
+    for (; p < tile.panel_end; p++) for_rows<Stream8, 4, STREAM_ROWS>(tile, p, matrix.panel(p));
+  for (; p + 2 <= tile.panel_end; p += 2) for_rows<Kernel8, 2, 12>(tile, p, matrix.panel(p));
+  for (; p < tile.panel_end; p++) for_rows<Kernel8, 1, 12>(tile, p, matrix.panel(p));
+}
+
+// The weights of a pair of groups, without their multiplier.
+struct Pair {
+  __m512i first, second;
+
+  INLINE explicit Pair(const uint8_t* weights) {
+    const __m512i low = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+    const __m512i both = _mm512_load_si512(weights);
+    first = _mm512_sub_epi8(_mm512_and_si512(both, low), eight);
+    second = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), eight);
+  }
+};
+
+INLINE __m512i times(__m512i sums, const uint8_t* multipliers) {
+  return _mm512_mullo_epi32(
+      sums, _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(multipliers))));
+}
+
+// Sums of a block are exact in 32 bits; then its multipliers are applied.
+template <int ROWS, int WAYS>
+struct Stream4 {
+  static_assert(WAYS == 4);
+  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
+    const Matrix& matrix = *tile.matrix;
+    const size_t inner = matrix.padded_inner;
+    const uint8_t* m = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
+    const uint8_t* q = tile.rows + row * inner;
+    __m512i total[ROWS][1];
+    unroll<ROWS>(UNROLLED(r) { total[r][0] = _mm512_setzero_si512(); });
+    for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
+      __m512i sums[ROWS][WAYS];
+      unroll<ROWS>(UNROLLED(r) { unroll<WAYS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
+      for (size_t k = b; k < b + matrix.block; k += 4 * GROUP, weights += 2 * GROUP_BYTES)
+        unroll<2>(UNROLLED(j) {
+          const Pair w(weights + j * GROUP_BYTES);
+          prefetch(weights + j * GROUP_BYTES + STREAM_PREFETCH);
+          unroll<ROWS>(UNROLLED(r) {
+            const uint8_t* a = q + r * inner + k + j * 2 * GROUP;
+            add_products(sums[r][2 * j], broadcast(a), w.first);
+            add_products(sums[r][2 * j + 1], broadcast(a + GROUP), w.second);
+          });
+        });
+      unroll<ROWS>(UNROLLED(r) {
+        const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[r][0], sums[r][1]),
+                                             _mm512_add_epi32(sums[r][2], sums[r][3]));
+        total[r][0] = _mm512_add_epi32(total[r][0], times(sum, m));
+      });
+    }
+    store_tile<ROWS, 1>(tile, row, p, total);
+  }
+};
+
+template <int ROWS, int PANELS>
+struct Kernel4 {
+  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
+    const Matrix& matrix = *tile.matrix;
+    const size_t inner = matrix.padded_inner, panel = matrix.panel_bytes(), factors = matrix.blocks() * PANEL;
+    const size_t ahead = PANELS * panel <= NEAR_BYTES ? PANELS * panel : STREAM_PREFETCH;
+    const uint8_t* m = matrix.multipliers.get() + p * factors;
+    const uint8_t* q = tile.rows + row * inner;
+    __m512i total[ROWS][PANELS];
+    unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { total[r][j] = _mm512_setzero_si512(); }); });
+    for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
+      __m512i sums[ROWS][PANELS];
+      unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
+      for (size_t k = b; k < b + matrix.block; k += 2 * GROUP, weights += GROUP_BYTES)
+        unroll<PANELS>(UNROLLED(j) {
+          const Pair w(weights + j * panel);
+          prefetch(weights + j * panel + ahead);
+          unroll<ROWS>(UNROLLED(r) { add_products(sums[r][j], broadcast(q + r * inner + k), w.first); });
+          unroll<ROWS>(UNROLLED(r) { add_products(sums[r][j], broadcast(q + r * inner + k + GROUP), w.second); });
+        });
+      unroll<PANELS>(UNROLLED(j) {
+        unroll<ROWS>(UNROLLED(r) {
+          total[r][j] = _mm512_add_epi32(total[r][j], times(sums[r][j], m + j * factors));
+        });
+      });
+    }
+    store_tile<ROWS, PANELS>(tile, row, p, total);
+  }
+};
+
+void multiply4(const Tile& tile) {
+  const Matrix& matrix = *tile.matrix;
+  const size_t rows = tile.row_end - tile.row_begin;
+  size_t p = tile.panel_begin;
+  if (rows <= STREAM_ROWS)
+    for (; p < tile.panel_end; p++) for_rows<Stream4, 4, STREAM_ROWS>(tile, p, matrix.panel(p));
+  for (; p + 2 <= tile.panel_end; p += 2) for_rows<Kernel4, 2, 6>(tile, p, matrix.panel(p));
+  for (; p < tile.panel_end; p++) for_rows<Kernel4, 1, 6>(tile, p, matrix.panel(p));
+}
+
+bool supported() {
+  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+}  // namespace
+
+const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, false, quantise_avx512, multiply8, multiply4};
+
+}  // namespace tformer

@@ -1,0 +1,85 @@
+// The library's own functions, for ctypes. Pointers are to memory that the caller keeps for the call alone.
+#include <cstdint>
+#include <new>
+
+#include "export.h"
+#include "packing.h"
+#include "paths.h"
+#include "product.h"
+#include "store.h"
+
+using namespace tformer;
+
+namespace {
+
+constexpr int32_t ABI_VERSION = 1;  // grows whenever a function or the operator changes
+
+int64_t keep(Packed packed) {
+  return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
+}
+
+template <class Body>
+int64_t guarded(const Body& body) {
+  try {
+    return body();
+  } catch (...) {  // memory alone fails there
+    return static_cast<int64_t>(Refusal::MEMORY);
+  }
+}
+
+void one_by_one(void*, void (*function)(void*, size_t), size_t count, void* data) {
+  for (size_t i = 0; i < count; i++) function(data, i);
+}
+
+}  // namespace
+
+TFORMER_EXPORT int32_t tformer_kernels_version() { return ABI_VERSION; }
+
+// The name of the path at this place, the best first; null beyond the last.
+TFORMER_EXPORT const char* tformer_kernels_path(uint32_t index) {
+  const Path* path = path_at(index);
+  return path ? path->name : nullptr;
+}
+
+// Whether the processor has the path.
+TFORMER_EXPORT int32_t tformer_kernels_supports(const char* path) { return find_path(path) != nullptr; }
+
+// Returns a handle, or a number of `Refusal`, which is negative.
+TFORMER_EXPORT int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t row_stride,
+                                             int64_t column_stride, uint8_t flip, uint64_t inner, uint64_t columns,
+                                             const float* scale, const float* bias, uint32_t threads) {
+  const Path* found = find_path(path);
+  if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
+  return guarded([&] {
+    return keep(pack_8_bits(*found, weights, row_stride, column_stride, flip, inner, columns, scale, bias, threads));
+  });
+}
+
+TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* multipliers,
+                                             uint64_t block, uint64_t inner, uint64_t columns, const float* scale,
+                                             const float* bias, uint32_t threads) {
+  const Path* found = find_path(path);
+  if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
+  return guarded([&] {
+    return keep(pack_4_bits(*found, nibbles, multipliers, block, inner, columns, scale, bias, threads));
+  });
+}
+
+// Returns whether the handle was known. Sessions that multiply with the matrix keep it.
+TFORMER_EXPORT int32_t tformer_kernels_release(int64_t handle) { return release_matrix(handle); }
+
+// The number of matrices in memory.
+TFORMER_EXPORT int32_t tformer_kernels_matrices() { return Matrix::count; }
+
+// Multiplies on the calling thread, without onnxruntime; x (rows, K), out (rows, N). Returns 0, or a `Refusal`.
+TFORMER_EXPORT int64_t tformer_kernels_multiply(int64_t handle, const float* x, uint64_t rows, float* out,
+                                                int32_t magnitude, float floor, float step, int32_t zero,
+                                                int32_t reciprocal, float fixed_scale, int32_t column_first) {
+  return guarded([&]() -> int64_t {
+    auto matrix = find_matrix(handle);
+    if (!matrix || zero < 0 || zero > 255) return static_cast<int64_t>(Refusal::SHAPE);
+    RowScaling scaling{magnitude != 0, floor, step, zero, reciprocal != 0, fixed_scale};
+    multiply({matrix.get(), scaling, column_first != 0, x, out, rows}, one_by_one, nullptr);
+    return 0;
+  });
+}

@@ -1,0 +1,104 @@
+// A packed weight matrix, and the description of how activations are scaled and results are scaled back.
+//
+// Layout of 8-bit weights: panels of 16 columns. A panel is a sequence of groups of 4 rows; a group is 64 bytes, column by
+// column 4 bytes. This is the operand of VPDPBUSD, SDOT and, 16 groups at a time, of a tile of AMX.
+//
+// Layout of 4-bit weights: panels of 16 columns, of blocks of rows, of pairs of groups. A pair is 64 bytes; the lower
+// half of each byte belongs to the first group, the upper half to the second. A multiplier for each block and column
+// (1 … 8) is stored apart. Weights are m · (u − 8), as integers the same as the int8 columns of the file.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace tformer {
+
+constexpr size_t PANEL = 16;             // columns
+constexpr size_t GROUP = 4;              // rows
+constexpr size_t GROUP_BYTES = PANEL * GROUP;
+constexpr size_t MAX_INNER = 65535;      // 65535 · 255 · 128 < 2³¹
+constexpr size_t MAX_COLUMNS = 1 << 24;
+constexpr int MAX_MULTIPLIER = 8;        // 8 · −8 and 8 · 7 fit pairs of int8 (a sum of at most 128)
+constexpr size_t ALIGNMENT = 64;
+
+template <class T>
+struct Aligned {
+  struct Free {
+    void operator()(T* pointer) const { std::free(pointer); }
+  };
+  std::unique_ptr<T[], Free> data;
+
+  // Zeroed memory for `count` numbers, and a cache line more, so that loops may prefetch and load whole vectors.
+  void allocate(size_t count) {
+    size_t bytes = (count * sizeof(T) + 2 * ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    void* pointer = std::aligned_alloc(ALIGNMENT, bytes);
+    if (pointer == nullptr) throw std::bad_alloc();
+    data.reset(static_cast<T*>(pointer));
+    for (size_t i = bytes / sizeof(T) - ALIGNMENT / sizeof(T); i < bytes / sizeof(T); i++) data[i] = T{};
+  }
+  T* get() const { return data.get(); }
+};
+
+struct Path;
+
+struct Matrix {
+  static inline std::atomic<int32_t> count{0};  // of matrices in memory
+
+  Matrix() { count++; }
+  ~Matrix() { count--; }
+  Matrix(const Matrix&) = delete;
+  Matrix& operator=(const Matrix&) = delete;
+
+  const Path* path;
+  size_t inner, columns;      // K and N
+  size_t padded_inner;        // K rounded up: the stride of quantised rows
+  size_t panels;              // ⌈N / 16⌉
+  int bits;                   // 8 or 4
+  size_t block;               // rows of a block of 4 bits
+  Aligned<uint8_t> data;
+  Aligned<uint8_t> multipliers;  // 4 bits: (panels, blocks, 16)
+  Aligned<float> scale, bias;    // (panels · 16); bias has no data if there is none
+  Aligned<int32_t> column_sum;   // (panels · 16), of the weights as integers
+
+  size_t panel_bytes() const { return padded_inner * PANEL * static_cast<size_t>(bits) / 8; }
+  size_t blocks() const { return padded_inner / block; }
+  const uint8_t* panel(size_t p) const { return data.get() + p * panel_bytes(); }
+};
+
+// How a row of activations becomes uint8: scale = step · maximum, q = round(x / scale) + zero, clipped to 0 … 255.
+struct RowScaling {
+  bool magnitude;     // whether the maximum is that of |x|
+  float floor;        // a lower bound of the maximum, if it is that of x
+  float step;
+  int zero;
+  bool reciprocal;    // x · (1 / scale) instead of x / scale
+  float fixed_scale;  // one scale for all rows, of which step · maximum is not computed; 0 for none
+};
+
+// Rows first … last of activations times panels first … last of a matrix.
+struct Tile {
+  const Matrix* matrix;
+  const uint8_t* rows;        // quantised, padded_inner bytes each
+  const float* row_scale;
+  float* out;                 // (rows, N)
+  size_t row_begin, row_end, panel_begin, panel_end;
+  int zero;                   // the uint8 that stands for zero
+  bool column_first;          // whether results are multiplied by the column's scale before the row's
+};
+
+// The functions of one kind of processor.
+struct Path {
+  const char* name;
+  bool (*supported)();
+  size_t inner_multiple;      // K is padded to a multiple of this
+  bool limits_pairs;          // pairs of products are added in 16 bits: int8 columns must keep them in range
+  float (*quantise)(const float* x, size_t inner, size_t padded, const RowScaling& scaling, uint8_t* q);
+  void (*multiply8)(const Tile& tile);
+  void (*multiply4)(const Tile& tile);
+};
+
+}  // namespace tformer

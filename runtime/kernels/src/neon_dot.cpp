@@ -1,0 +1,24 @@
+// Arm with SDOT (Armv8.2).
+#include "neon_rows.h"
+#include "paths.h"
+
+namespace tformer {
+namespace {
+
+constexpr int ROWS = 4;  // 16 registers of sums
+
+void multiply8(const Tile& tile) {
+  for (size_t p = tile.panel_begin; p < tile.panel_end; p++) for_rows<Dot8, 1, ROWS>(tile, p, tile.matrix->panel(p));
+}
+
+void multiply4(const Tile& tile) {
+  multiply_4_bits(tile, [&](size_t p, const uint8_t* weights) { for_rows<Dot8, 1, ROWS>(tile, p, weights); });
+}
+
+bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }  // AT_HWCAP, HWCAP_ASIMDDP
+
+}  // namespace
+
+const Path NEON_DOT = {"neondot", supported, STEP, false, quantise_neon, multiply8, multiply4};
+
+}  // namespace tformer

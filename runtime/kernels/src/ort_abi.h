@@ -1,0 +1,92 @@
+// The part of onnxruntime's C API that this library calls, declared by itself. The API is a table of functions in a fixed
+// order, to which new versions only append; a number below is a function's place in it. Checked against
+// include/onnxruntime/core/session/onnxruntime_c_api.h of onnxruntime 1.29, and against the installed onnxruntime by
+// `check_api` whenever the library is registered. ORT_API_CALL is empty on all 64-bit systems.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tformer::ort {
+
+constexpr uint32_t API_VERSION = 18;  // onnxruntime 1.18; KernelContext_ParallelFor is from 1.17
+
+struct Status;
+struct Value;
+struct SessionOptions;
+struct CustomOpDomain;
+struct KernelInfo;
+struct KernelContext;
+struct TypeAndShape;
+
+enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2 };
+enum ElementType : int { FLOAT = 1 };
+enum Characteristic : int { REQUIRED = 0 };
+
+struct Api {
+  const void* functions[275];
+};
+
+struct ApiBase {
+  const Api* (*GetApi)(uint32_t version);
+  const char* (*GetVersionString)();
+};
+
+template <size_t PLACE, class Result, class... Arguments>
+struct Function {
+  static Result call(const Api* api, Arguments... arguments) {
+    using Pointer = Result (*)(Arguments...);
+    return reinterpret_cast<Pointer>(const_cast<void*>(api->functions[PLACE]))(arguments...);
+  }
+};
+
+using CreateStatus = Function<0, Status*, ErrorCode, const char*>;
+using GetErrorCode = Function<1, ErrorCode, const Status*>;
+using GetErrorMessage = Function<2, const char*, const Status*>;
+using CreateCustomOpDomain = Function<26, Status*, const char*, CustomOpDomain**>;
+using CustomOpDomain_Add = Function<27, Status*, CustomOpDomain*, const struct CustomOp*>;
+using AddCustomOpDomain = Function<28, Status*, SessionOptions*, CustomOpDomain*>;
+using GetTensorMutableData = Function<51, Status*, Value*, void**>;
+using GetDimensionsCount = Function<61, Status*, const TypeAndShape*, size_t*>;
+using GetDimensions = Function<62, Status*, const TypeAndShape*, int64_t*, size_t>;
+using GetTensorTypeAndShape = Function<65, Status*, const Value*, TypeAndShape**>;
+using KernelInfoGetAttribute_float = Function<85, Status*, const KernelInfo*, const char*, float*>;
+using KernelInfoGetAttribute_int64 = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
+using KernelContext_GetInput = Function<90, Status*, const KernelContext*, size_t, const Value**>;
+using KernelContext_GetOutput = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
+using ReleaseStatus = Function<93, void, Status*>;
+using ReleaseTypeAndShape = Function<99, void, TypeAndShape*>;
+using KernelContext_ParallelFor =
+    Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
+
+// OrtCustomOp
+struct CustomOp {
+  uint32_t version;
+  void* (*CreateKernel)(const CustomOp*, const Api*, const KernelInfo*);
+  const char* (*GetName)(const CustomOp*);
+  const char* (*GetExecutionProviderType)(const CustomOp*);
+  ElementType (*GetInputType)(const CustomOp*, size_t);
+  size_t (*GetInputTypeCount)(const CustomOp*);
+  ElementType (*GetOutputType)(const CustomOp*, size_t);
+  size_t (*GetOutputTypeCount)(const CustomOp*);
+  void (*KernelCompute)(void*, KernelContext*);
+  void (*KernelDestroy)(void*);
+  Characteristic (*GetInputCharacteristic)(const CustomOp*, size_t);
+  Characteristic (*GetOutputCharacteristic)(const CustomOp*, size_t);
+  int (*GetInputMemoryType)(const CustomOp*, size_t);
+  int (*GetVariadicInputMinArity)(const CustomOp*);
+  int (*GetVariadicInputHomogeneity)(const CustomOp*);
+  int (*GetVariadicOutputMinArity)(const CustomOp*);
+  int (*GetVariadicOutputHomogeneity)(const CustomOp*);
+  Status* (*CreateKernelV2)(const CustomOp*, const Api*, const KernelInfo*, void**);
+  Status* (*KernelComputeV2)(void*, KernelContext*);
+  Status* (*InferOutputShapeFn)(const CustomOp*, struct ShapeInferContext*);
+  int (*GetStartVersion)(const CustomOp*);
+  int (*GetEndVersion)(const CustomOp*);
+  size_t (*GetMayInplace)(int**, int**);
+  void (*ReleaseMayInplace)(int*, int*);
+  size_t (*GetAliasMap)(int**, int**);
+  void (*ReleaseAliasMap)(int*, int*);
+};
+
+}  // namespace tformer::ort

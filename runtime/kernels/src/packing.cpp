@@ -1,0 +1,185 @@
+#include "packing.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace tformer {
+namespace {
+
+constexpr int MAX_PAIR_SUM = 128;  // 255 · 128 < 2¹⁵
+constexpr size_t PANELS_AT_ONCE = 4;
+
+size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Runs work(begin, end) over ranges of panels on several threads; on fewer if the system gives no more.
+template <class Work>
+void for_panels(size_t panels, unsigned threads, const Work& work) {
+  std::atomic<size_t> next{0};
+  auto loop = [&] {
+    for (size_t begin; (begin = next.fetch_add(PANELS_AT_ONCE)) < panels;)
+      work(begin, std::min(panels, begin + PANELS_AT_ONCE));
+  };
+  std::vector<std::thread> helpers;
+  try {
+    for (size_t i = 1; i < std::min<size_t>(threads, panels / PANELS_AT_ONCE); i++) helpers.emplace_back(loop);
+  } catch (const std::system_error&) {
+  } catch (const std::bad_alloc&) {
+  }
+  loop();
+  for (auto& helper : helpers) helper.join();
+}
+
+std::shared_ptr<Matrix> new_matrix(const Path& path, int bits, size_t block, size_t inner, size_t columns,
+                                   const float* scale, const float* bias) {
+  auto matrix = std::make_shared<Matrix>();
+  matrix->path = &path;
+  matrix->bits = bits;
+  matrix->block = block;
+  matrix->inner = inner;
+  matrix->columns = columns;
+  matrix->padded_inner = round_up(round_up(inner, block), path.inner_multiple);
+  matrix->panels = round_up(columns, PANEL) / PANEL;
+  size_t padded = matrix->panels * PANEL;
+  auto copy = [&](Aligned<float>& target, const float* source) {
+    target.allocate(padded);
+    std::memcpy(target.get(), source, columns * sizeof(float));
+    std::fill(target.get() + columns, target.get() + padded, 0.0f);
+  };
+  copy(matrix->scale, scale);
+  if (bias != nullptr) copy(matrix->bias, bias);
+  matrix->column_sum.allocate(padded);
+  matrix->data.allocate(matrix->panels * matrix->panel_bytes());
+  return matrix;
+}
+
+struct Source {
+  const uint8_t* weights;
+  ptrdiff_t row_stride, column_stride;
+  uint8_t flip;
+};
+
+// 4 rows of 16 columns, column by column.
+void read_group(const Source& source, size_t row, size_t rows, size_t column, size_t columns, uint8_t* out) {
+  const uint8_t* first = source.weights + static_cast<ptrdiff_t>(row) * source.row_stride +
+                         static_cast<ptrdiff_t>(column) * source.column_stride;
+  if (rows == GROUP && columns == PANEL && source.column_stride == 1) {
+    const uint8_t *a = first, *b = a + source.row_stride, *c = b + source.row_stride, *d = c + source.row_stride;
+    uint32_t words[PANEL];
+    for (size_t i = 0; i < PANEL; i++)
+      words[i] = static_cast<uint32_t>(a[i]) | static_cast<uint32_t>(b[i]) << 8 | static_cast<uint32_t>(c[i]) << 16 |
+                 static_cast<uint32_t>(d[i]) << 24;
+    std::memcpy(out, words, GROUP_BYTES);
+  } else if (rows == GROUP && columns == PANEL && source.row_stride == 1) {
+    for (size_t i = 0; i < PANEL; i++)
+      std::memcpy(out + i * GROUP, first + static_cast<ptrdiff_t>(i) * source.column_stride, GROUP);
+  } else {
+    std::memset(out, source.flip, GROUP_BYTES);  // becomes zero below
+    for (size_t i = 0; i < columns; i++)
+      for (size_t j = 0; j < rows; j++)
+        out[i * GROUP + j] = first[static_cast<ptrdiff_t>(j) * source.row_stride +
+                                   static_cast<ptrdiff_t>(i) * source.column_stride];
+  }
+  for (size_t i = 0; i < GROUP_BYTES; i++) out[i] ^= source.flip;
+}
+
+// Adds a group to the sums of columns. Returns whether the sum of two neighbours in a column leaves its range.
+bool add_group(const uint8_t* group, int32_t* sums) {
+  int beyond = 0;
+  for (size_t i = 0; i < PANEL; i++) {
+    int w[GROUP];
+    for (size_t j = 0; j < GROUP; j++) w[j] = static_cast<int8_t>(group[i * GROUP + j]);
+    sums[i] += w[0] + w[1] + w[2] + w[3];
+    int first = w[0] + w[1], second = w[2] + w[3];
+    beyond |= (first > MAX_PAIR_SUM) | (first < -MAX_PAIR_SUM) | (second > MAX_PAIR_SUM) | (second < -MAX_PAIR_SUM);
+  }
+  return beyond != 0;
+}
+
+bool valid_sizes(size_t inner, size_t columns) {
+  return inner > 0 && columns > 0 && inner <= MAX_INNER && columns <= MAX_COLUMNS;
+}
+
+}  // namespace
+
+Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, uint8_t flip,
+                   size_t inner, size_t columns, const float* scale, const float* bias, unsigned threads) {
+  if (!valid_sizes(inner, columns)) return {};
+  auto matrix = new_matrix(path, 8, 1, inner, columns, scale, bias);
+  Source source{weights, row_stride, column_stride, flip};
+  std::atomic<bool> leaves_range{false};
+  for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
+    for (size_t p = begin; p < end; p++) {
+      uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
+      int32_t* sums = matrix->column_sum.get() + p * PANEL;
+      std::fill(sums, sums + PANEL, 0);
+      size_t width = std::min(PANEL, columns - p * PANEL);
+      bool beyond = false;
+      for (size_t row = 0; row < matrix->padded_inner; row += GROUP, out += GROUP_BYTES) {
+        size_t rows = row < inner ? std::min(GROUP, inner - row) : 0;
+        if (rows == 0) {
+          std::memset(out, 0, GROUP_BYTES);
+          continue;
+        }
+        read_group(source, row, rows, p * PANEL, width, out);
+        beyond |= add_group(out, sums);
+      }
+      if (beyond) leaves_range = true;
+    }
+  });
+  if (leaves_range && path.limits_pairs) return {nullptr, Refusal::PAIRS};
+  return {matrix, Refusal::SHAPE};
+}
+
+Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* multipliers, size_t block, size_t inner,
+                   size_t columns, const float* scale, const float* bias, unsigned threads) {
+  if (!valid_sizes(inner, columns) || block < 16 || block > 256 || (block & (block - 1)) != 0) return {};
+  size_t blocks = (inner + block - 1) / block;
+  if (std::any_of(multipliers, multipliers + blocks * columns, [](uint8_t m) { return m > MAX_MULTIPLIER; }))
+    return {nullptr, Refusal::MULTIPLIER};
+  auto matrix = new_matrix(path, 4, block, inner, columns, scale, bias);
+  matrix->multipliers.allocate(matrix->panels * matrix->blocks() * PANEL);
+  const size_t column_bytes = blocks * block / 2;
+  for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
+    for (size_t p = begin; p < end; p++) {
+      uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
+      uint8_t* factors = matrix->multipliers.get() + p * matrix->blocks() * PANEL;
+      int32_t* sums = matrix->column_sum.get() + p * PANEL;
+      std::fill(sums, sums + PANEL, 0);
+      for (size_t b = 0; b < matrix->blocks(); b++, factors += PANEL) {
+        for (size_t c = 0; c < PANEL; c++) {
+          size_t column = p * PANEL + c;
+          factors[c] = column < columns && b < blocks ? multipliers[column * blocks + b] : 0;
+        }
+        int32_t block_sums[PANEL] = {};
+        for (size_t row = b * block; row < (b + 1) * block; row += 2 * GROUP, out += GROUP_BYTES)
+          for (size_t c = 0; c < PANEL; c++) {
+            size_t column = p * PANEL + c;
+            uint32_t eight = 0x88888888;  // rows row … row + 7 of a column, the first one lowest
+            if (column < columns && b < blocks) std::memcpy(&eight, nibbles + column * column_bytes + row / 2, 4);
+            if (row + 8 > inner) {  // what pads K in the file may be any number
+              unsigned kept = row < inner ? static_cast<unsigned>(inner - row) * 4 : 0;
+              uint32_t mask = (uint32_t{1} << kept) - 1;
+              eight = (eight & mask) | (0x88888888 & ~mask);
+            }
+            uint32_t spread[2];
+            for (int half = 0; half < 2; half++) {
+              uint32_t four = eight >> 16 * half & 0xffff;
+              spread[half] = (four & 0xf) | (four & 0xf0) << 4 | (four & 0xf00) << 8 | (four & 0xf000) << 12;
+            }
+            uint32_t pair = spread[0] | spread[1] << 4;
+            std::memcpy(out + c * GROUP, &pair, 4);
+            uint32_t sum = (eight & 0x0f0f0f0f) + (eight >> 4 & 0x0f0f0f0f);
+            block_sums[c] += static_cast<int32_t>((sum * 0x01010101) >> 24) - 64;
+          }
+        for (size_t c = 0; c < PANEL; c++) sums[c] += block_sums[c] * factors[c];
+      }
+    }
+  });
+  return {matrix, Refusal::SHAPE};
+}
+
+}  // namespace tformer

@@ -1,0 +1,23 @@
+// The paths that this library has been built with, the best first.
+#pragma once
+
+#include <cstddef>
+
+#include "matrix.h"
+
+namespace tformer {
+
+#if defined(__x86_64__) || defined(_M_X64)
+extern const Path AMX, AVX512_VNNI, AVX_VNNI, AVX2;
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const Path NEON_I8MM, NEON_DOT;
+#endif
+extern const Path SCALAR;
+
+// The path at this place of the list; nullptr beyond its end.
+const Path* path_at(size_t index);
+
+// The path of this name if the processor has it; nullptr otherwise.
+const Path* find_path(const char* name);
+
+}  // namespace tformer

@@ -1,0 +1,25 @@
+// A product of float rows and a packed matrix: quantise the rows, multiply integers, scale back.
+#pragma once
+
+#include <cstddef>
+
+#include "matrix.h"
+
+namespace tformer {
+
+// Runs function(data, i) for each i below count, on any threads.
+using ParallelFor = void (*)(void* context, void (*function)(void* data, size_t i), size_t count, void* data);
+
+struct Call {
+  const Matrix* matrix;
+  RowScaling scaling;
+  bool column_first;
+  const float* x;  // (rows, K)
+  float* out;      // (rows, N)
+  size_t rows;
+};
+
+// Throws std::bad_alloc. The result of a row depends on the row alone, not on the division of the work.
+void multiply(const Call& call, ParallelFor parallel_for, void* context);
+
+}  // namespace tformer

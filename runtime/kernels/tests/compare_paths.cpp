@@ -1,0 +1,153 @@
+// Compares all paths of this processor with the scalar one, bit by bit, over random sizes, and gives the library sizes and
+// handles that do not fit. Tests of the runtime compare with onnxruntime; this needs neither Python nor onnxruntime, so that
+// it runs under sanitizers and in an emulator of another processor.
+//
+//     compare_paths [ROUNDS] [SEED]
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+extern "C" {
+const char* tformer_kernels_path(uint32_t index);
+int32_t tformer_kernels_supports(const char* path);
+int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t row_stride, int64_t column_stride,
+                              uint8_t flip, uint64_t inner, uint64_t columns, const float* scale, const float* bias,
+                              uint32_t threads);
+int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* multipliers, uint64_t block,
+                              uint64_t inner, uint64_t columns, const float* scale, const float* bias,
+                              uint32_t threads);
+int32_t tformer_kernels_release(int64_t handle);
+int32_t tformer_kernels_matrices();
+int64_t tformer_kernels_multiply(int64_t handle, const float* x, uint64_t rows, float* out, int32_t magnitude,
+                                 float floor, float step, int32_t zero, int32_t reciprocal, float fixed_scale,
+                                 int32_t column_first);
+}
+
+namespace {
+
+std::mt19937 random_bits;
+
+size_t below(size_t limit) { return random_bits() % limit; }
+
+// Whole vectors, so that reading beyond an end is noticed by a sanitizer.
+template <class T>
+std::vector<T> numbers(size_t count, T (*make)()) {
+  std::vector<T> result(count);
+  for (auto& number : result) number = make();
+  return result;
+}
+
+float uniform() { return static_cast<float>(static_cast<int32_t>(random_bits())) * 0x1p-31f; }
+float positive() { return std::fabs(uniform()) + 0.01f; }
+uint8_t weight() { return static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(below(129)) - 64)); }
+uint8_t byte() { return static_cast<uint8_t>(below(256)); }
+uint8_t multiplier() { return static_cast<uint8_t>(below(9)); }
+
+struct Case {
+  size_t inner, columns, rows, block;
+  bool four_bits, by_columns, has_bias, column_first;
+  int mode;  // magnitude, Relu, Gelu, the same with reciprocals, one scale
+  std::vector<uint8_t> weights, multipliers;
+  std::vector<float> scale, bias, x;
+};
+
+Case draw() {
+  Case test;
+  test.inner = 1 + below(below(4) ? 200 : 1500);
+  test.columns = 1 + below(below(4) ? 70 : 700);
+  test.rows = 1 + below(below(8) ? 60 : 500);
+  test.block = size_t{16} << below(4);
+  test.four_bits = below(2);
+  test.by_columns = below(2);
+  test.has_bias = below(2);
+  test.column_first = below(2);
+  test.mode = static_cast<int>(below(7));
+  const size_t blocks = (test.inner + test.block - 1) / test.block;
+  test.weights = test.four_bits ? numbers(test.columns * blocks * test.block / 2, byte)
+                                : numbers(test.inner * test.columns, weight);
+  test.multipliers = numbers(test.columns * blocks, multiplier);
+  test.scale = numbers(test.columns, positive);
+  test.bias = numbers(test.columns, uniform);
+  test.x = numbers(test.rows * test.inner, uniform);
+  for (size_t r = 0; r < test.rows; r++) {
+    const float factor = std::exp2(static_cast<float>(below(20)) - 10);
+    const bool is_zero = below(12) == 0;  // without negative zeros: which of both is the maximum depends on the order
+    for (size_t i = r * test.inner; i < (r + 1) * test.inner; i++) test.x[i] = is_zero ? 0 : test.x[i] * factor;
+  }
+  return test;
+}
+
+int64_t pack(const Case& test, const char* path) {
+  const float* bias = test.has_bias ? test.bias.data() : nullptr;
+  if (test.four_bits)
+    return tformer_kernels_pack4(path, test.weights.data(), test.multipliers.data(), test.block, test.inner,
+                                 test.columns, test.scale.data(), bias, 2);
+  const int64_t inner = static_cast<int64_t>(test.inner), columns = static_cast<int64_t>(test.columns);
+  return tformer_kernels_pack8(path, test.weights.data(), test.by_columns ? 1 : columns, test.by_columns ? inner : 1,
+                               0, test.inner, test.columns, test.scale.data(), bias, 2);
+}
+
+bool multiply(const Case& test, const char* path, std::vector<float>& out) {
+  const int64_t handle = pack(test, path);
+  if (handle <= 0) return false;
+  out.assign(test.rows * test.columns, NAN);
+  const bool relu = test.mode % 3 == 1, gelu = test.mode % 3 == 2;
+  const int64_t status = tformer_kernels_multiply(
+      handle, test.x.data(), test.rows, out.data(), !relu && !gelu, gelu ? 0.1701f : 0, 1.0f / (relu ? 255.0f : 127.0f),
+      relu ? 0 : 128, test.mode >= 3 && test.mode < 6, test.mode == 6 ? 0.03f : 0, test.column_first);
+  return tformer_kernels_release(handle) && status == 0;
+}
+
+void compare(const Case& test, const std::vector<std::string>& paths) {
+  std::vector<float> expected, actual;
+  if (!multiply(test, "scalar", expected)) std::abort();
+  for (const auto& path : paths) {
+    const bool same = multiply(test, path.c_str(), actual) &&
+                      std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(float)) == 0;
+    if (same) continue;
+    std::printf("%s differs: inner %zu, columns %zu, rows %zu, bits %d, block %zu, mode %d\n", path.c_str(), test.inner,
+                test.columns, test.rows, test.four_bits ? 4 : 8, test.block, test.mode);
+    std::exit(1);
+  }
+}
+
+// Sizes and handles that must be refused before anything is read.
+void give_nonsense(const std::vector<std::string>& paths) {
+  const uint64_t sizes[] = {0, 65536, uint64_t{1} << 25, uint64_t{1} << 63, ~uint64_t{0}};
+  uint8_t nothing[1] = {};
+  float scale[1] = {};
+  for (const auto& path : paths)
+    for (uint64_t size : sizes) {
+      if (tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, size, 1, scale, nullptr, 1) > 0 && size != 1)
+        std::abort();
+      if (size != 65536 && tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, 1, size, scale, nullptr, 1) > 0)
+        std::abort();
+      if (tformer_kernels_pack4(path.c_str(), nothing, nothing, size, 1, 1, scale, nullptr, 1) > 0) std::abort();
+    }
+  float x[1] = {}, out[1] = {};
+  for (int i = 0; i < 1000; i++) {
+    const int64_t handle = static_cast<int64_t>(static_cast<uint64_t>(random_bits()) << below(33));
+    if (tformer_kernels_multiply(handle, x, 1, out, 1, 0, 1, 128, 0, 0, 0) == 0 || tformer_kernels_release(handle))
+      std::abort();
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int rounds = count > 1 ? std::atoi(arguments[1]) : 200;
+  random_bits.seed(count > 2 ? static_cast<unsigned>(std::atoi(arguments[2])) : 0);
+  std::vector<std::string> paths;
+  for (uint32_t i = 0; const char* path = tformer_kernels_path(i); i++)
+    if (tformer_kernels_supports(path)) paths.emplace_back(path);
+  give_nonsense(paths);
+  for (int i = 0; i < rounds; i++) compare(draw(), paths);
+  if (tformer_kernels_matrices() != 0) std::abort();
+  std::printf("%d products are the same on", rounds);
+  for (const auto& path : paths) std::printf(" %s", path.c_str());
+  std::printf("\n");
+}

@@ -1,0 +1,212 @@
+"""Optional native kernels for quantised products: the library of the wheel `tformer-kernels`.
+
+The library registers one operator with onnxruntime, which takes the place of the operators of a quantised product when
+a file is loaded (`format.product_rewrite`). Results have the same bits. Without the library, or on a processor that it
+has no path for, files run as they are. Figures: docs/design/kernels.md#native-kernels.
+
+The environment variable TFORMER_KERNELS chooses: `0` for no kernels, or the name of a path, which then computes all
+products, if the processor has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.onnx_graph import Tensor, tensor_array
+from tformer_runtime.format.product_rewrite import replace_products
+from tformer_runtime.format.quantized_product import QuantizedProduct
+from tformer_runtime.format.weight_files import WeightFiles
+
+logger = logging.getLogger("tformer")
+
+VARIABLE = "TFORMER_KERNELS"
+OFF = "0"
+UNQUANTIZED = "none"  # as in the manifest
+VERSION = 1  # of the library's functions and operator
+# Path of the library → bits of the weights for which its kernels are faster than onnxruntime's operators, as measured
+BITS_OF_PATH: dict[str, tuple[int, ...]] = {"avx512vnni": (8, 4), "avxvnni": (4,), "avx2": (4,)}
+ALL_BITS = (8, 4)
+PACKING_THREADS = 8  # at most
+MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
+LIBRARY_NAMES = {"darwin": "libtformer_kernels.dylib", "win32": "tformer_kernels.dll"}
+
+
+class NativeKernels:
+    """A loaded library, and the path that it computes with on this processor.
+
+    file: the library.
+    path: name of the path, such as "avx512vnni".
+    bits: bits of the weights that it multiplies.
+    paths: the names of all paths that this processor has.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, file: Path, path: str, bits: tuple[int, ...], paths: Sequence[str]
+    ) -> None:
+        self.file, self.path, self.bits, self.paths = file, path, bits, tuple(paths)
+        pointer, integer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
+        self._pack8, self._pack4 = library.tformer_kernels_pack8, library.tformer_kernels_pack4
+        self._release = library.tformer_kernels_release
+        self._pack8.argtypes = [
+            ctypes.c_char_p, pointer, integer, integer, ctypes.c_uint8, size, size, pointer, pointer, count,
+        ]  # fmt: skip
+        self._pack4.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer, pointer, count]
+        self._pack8.restype = self._pack4.restype = integer
+        self._release.argtypes, self._release.restype = [integer], ctypes.c_int32
+        self._threads = min(PACKING_THREADS, os.cpu_count() or 1)
+
+    @property
+    def description(self) -> str:
+        """The kernels in words, such as "native kernels avx512vnni"."""
+        return f"native kernels {self.path}"
+
+    def pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
+        """Pack the weights of a product and return their handle; None if the kernels refuse them.
+
+        The array in the file is read once, by several threads. The handle must be given to `release`.
+        """
+        weights, scale, bias = product.weights, product.scale, product.bias
+        stored = tensor_array(weights.tensor, files.read)
+        factors = _factors(weights.factors, files)
+        if stored is None or stored.size == 0 or (weights.factors is not None and factors is None):
+            return None
+        path, bias_pointer = self.path.encode(), None if bias is None else bias.ctypes.data
+        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, self._threads
+        if factors is not None:
+            handle = self._pack4(path, stored.ctypes.data, factors.ctypes.data, weights.block, *rest)
+        else:
+            bytes_of_column = stored[0].nbytes
+            strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
+            handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE_BIT if weights.block else 0, *rest)
+        return int(handle) if handle > 0 else None
+
+    def release(self, handle: int) -> None:
+        """Give a handle back. Sessions that multiply with its matrix keep the matrix until they are closed."""
+        self._release(handle)
+
+
+class LoadingProducts:
+    """The packed products of one file. Leave the `with` block when the sessions are open.
+
+    count: the number of products that kernels compute.
+    """
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self.kernels, self.count = kernels, 0
+        self._handles: dict[tuple[Any, ...], int | None] = {}
+
+    def __enter__(self) -> LoadingProducts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            if handle is not None:
+                self.kernels.release(handle)
+
+    def rewrite(self, model: bytes, folder: Path) -> bytes:
+        """Return the model with operators of the kernels, if `count` is more than 0 then.
+
+        Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
+        """
+        model, self.count = replace_products(model, folder, self._pack)
+        return model
+
+    def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
+        """Pack weights once for all stages, branches and sessions that read them."""
+        weights = product.weights
+        if weights.bits not in self.kernels.bits:
+            return None
+        bias = None if product.bias is None else product.bias.tobytes()
+        key = weights, product.scale.tobytes(), bias
+        if key not in self._handles:
+            self._handles[key] = self.kernels.pack(product, files)
+        return self._handles[key]
+
+
+def _factors(tensor: Tensor | None, files: WeightFiles) -> Array | None:
+    array = tensor_array(tensor, files.read) if tensor is not None else None
+    return None if array is None else np.ascontiguousarray(array)
+
+
+def find_native_kernels(onnxruntime: Any) -> NativeKernels | None:
+    """Return the kernels for this processor; None if there are none, or if TFORMER_KERNELS is 0."""
+    return load_kernels(onnxruntime, os.environ.get(VARIABLE, ""))
+
+
+def kernels_for(manifest: Manifest) -> NativeKernels | None:
+    """Return the kernels that a file would run with on the CPU of this machine, without opening it."""
+    if manifest.quantization == UNQUANTIZED or manifest.target == "cuda":
+        return None
+    try:
+        return find_native_kernels(import_onnxruntime())
+    except MissingExtraError:
+        return None
+
+
+@cache
+def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
+    """Return the kernels of a path; None if the library or the processor does not have it.
+
+    wanted: as in TFORMER_KERNELS; empty for the path that is fastest here.
+    """
+    file = _library_file() if wanted != OFF else None
+    if file is None:
+        return None
+    try:
+        library = ctypes.CDLL(os.fspath(file))
+        if library.tformer_kernels_version() != VERSION:
+            logger.info("native kernels: %s has another version than this runtime", file)
+            return None
+        onnxruntime.SessionOptions().register_custom_ops_library(os.fspath(file))
+        if not library.tformer_kernels_registered():
+            logger.info("native kernels: this onnxruntime has another interface than %s expects", file)
+            return None
+        names = _supported_paths(library)
+    except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
+        logger.info("native kernels: %s cannot be loaded: %s", file, error)
+        return None
+    path = wanted if wanted in names else next((name for name in names if name in BITS_OF_PATH), None)
+    if path is None or (wanted and path != wanted):
+        return None
+    return NativeKernels(library, file, path, ALL_BITS if wanted else BITS_OF_PATH[path], names)
+
+
+def _supported_paths(library: ctypes.CDLL) -> list[str]:
+    """Return the names of the paths that this processor has, the best first."""
+    library.tformer_kernels_path.restype = ctypes.c_char_p
+    names: list[str] = []
+    index = 0
+    while (name := library.tformer_kernels_path(index)) is not None:
+        if library.tformer_kernels_supports(name):
+            names.append(name.decode())
+        index += 1
+    return names
+
+
+def _library_file() -> Path | None:
+    """Return the library of the installed wheel, or the one that `make kernels` has built in this checkout."""
+    name = LIBRARY_NAMES.get(sys.platform, "libtformer_kernels.so")
+    try:
+        import tformer_kernels
+
+        folders = [Path(folder) for folder in tformer_kernels.__path__]
+    except ImportError:
+        folders = []
+    folders.append(Path(__file__).parents[2] / "kernels" / "tformer_kernels")
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -1,0 +1,126 @@
+"""Replace the operators of quantised products by one operator of native kernels, in a model that is being loaded.
+
+The file keeps its standard operators: only the model that onnxruntime gets at load is rewritten. Weights are packed by
+the kernels (`Packer`) and removed from the model, if nothing else reads them.
+
+A file for latency or with 4 bits has the decode stage twice, as the branches of an `If` on the number of new tokens
+(`tformer_export/quantize/few_rows_branch.py`). If all products of the branch for many rows are replaced, it serves any
+number of rows, and the `If` is replaced by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
+from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
+from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
+from tformer_runtime.format.quantized_product import QuantizedProduct, Readers, find_product
+from tformer_runtime.format.stored_weights import is_operator
+from tformer_runtime.format.weight_files import WeightFiles
+
+DOMAIN = "ai.tformer"
+OPERATOR = "RowQuantizedMatMul"
+PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
+KNOWN_DOMAINS = ("", "ai.onnx", "com.microsoft")  # branches of other operators would be unknown
+
+# Packs the weights of a product and returns a handle of the kernels; None to leave the product as it is.
+Packer = Callable[[QuantizedProduct, WeightFiles], int | None]
+
+
+def replace_products(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
+    """Return a model whose quantised products are operators of native kernels, and the number of these products.
+
+    model: as `model_file.read_mapped_model` returns it; it is returned unchanged if no product is replaced.
+    folder: of the files with the weights.
+    Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
+    """
+    if DOMAIN.encode() not in model and not any(name.encode() in model for name in PRODUCTS):
+        return model, 0  # a float model is not parsed
+    try:
+        parsed = parse_model(model)
+    except (WireError, UnicodeDecodeError):
+        return model, 0  # onnxruntime says what is wrong
+    domains = {node.domain for graph in parsed.graph.all_graphs() for node in graph.nodes}
+    if DOMAIN in domains:
+        raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
+    if not domains <= set(KNOWN_DOMAINS):
+        return model, 0
+    with WeightFiles(folder) as files:
+        count = sum(_replace_in(graph, files, pack) for graph in list(parsed.graph.all_graphs()))
+    if not count:
+        return model, 0
+    remove_unread(parsed.graph)
+    for graph in list(parsed.graph.all_graphs()):
+        _remove_few_rows_branches(graph)
+    remove_unread(parsed.graph)  # what the branches for few rows alone have read
+    opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
+    parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
+    return parsed.encode(), count
+
+
+def _replace_in(graph: Graph, files: WeightFiles, pack: Packer) -> int:
+    """Replace the products of one graph, without its branches, and return their number."""
+    if not any(node.op_type in PRODUCTS for node in graph.nodes):
+        return 0
+    readers = Readers(graph)
+    new_nodes: dict[int, Node] = {}  # of the last node of a product
+    for node in graph.nodes:
+        product = find_product(graph, node, readers, files) if node.op_type in PRODUCTS else None
+        handle = pack(product, files) if product is not None else None
+        if product is not None and handle is not None:
+            new_nodes[id(product.last)] = _operator(product, handle)
+    graph.nodes = [new_nodes.get(id(node), node) for node in graph.nodes]
+    graph.index()
+    return len(new_nodes)
+
+
+def _operator(product: QuantizedProduct, handle: int) -> Node:
+    scaling = product.scaling
+    attributes: dict[str, int | float] = {
+        "handle": handle,
+        "magnitude": int(scaling.magnitude),
+        "zero": scaling.zero,
+        "reciprocal": int(scaling.reciprocal),
+        "column_first": int(product.column_first),
+        "floor": float(scaling.floor),
+        "step": float(scaling.step),
+        "fixed_scale": float(scaling.fixed_scale),
+    }
+    return new_node(OPERATOR, DOMAIN, [product.source], [product.result], attributes)
+
+
+def _remove_few_rows_branches(graph: Graph) -> None:
+    """Replace each `If` on the number of new tokens by its branch for many rows, if kernels compute it all."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        many_rows = node.branches.get("else_branch")
+        if many_rows is None or not _chooses_few_rows(graph, node) or _has_products(many_rows):
+            nodes.append(node)
+            continue
+        new_names = dict(zip(many_rows.outputs, node.outputs, strict=False))
+        for inner in many_rows.nodes:
+            rename_values(inner, new_names)
+        nodes += many_rows.nodes
+        graph.initializers.update(many_rows.initializers)
+        graph.encoded_initializers.update(many_rows.encoded_initializers)
+        for branch in (branch for inner in many_rows.nodes for branch in inner.branches.values()):
+            branch.parent = graph
+    graph.nodes = nodes
+    graph.index()
+
+
+def _chooses_few_rows(graph: Graph, node: Node) -> bool:
+    few_rows, found = node.branches.get("then_branch"), graph.find_producer(node.inputs[0]) if node.inputs else None
+    if few_rows is None or found is None or not is_operator(found[0], "LessOrEqual", 2):
+        return False
+    many_rows = node.branches["else_branch"]
+    distinct = len(set(many_rows.outputs)) == len(node.outputs)  # an output that is renamed must have one name
+    computed = all(name in many_rows.producers for name in many_rows.outputs)
+    return distinct and computed and any(inner.op_type == "MatMulNBits" for inner in few_rows.nodes)
+
+
+def _has_products(graph: Graph) -> bool:
+    return any(node.op_type in PRODUCTS for inner in graph.all_graphs() for node in inner.nodes)

@@ -1,0 +1,259 @@
+"""The integer weights of a product as they are stored: int8 columns, rows of a table, or packed in 8 or 4 bits.
+
+A file holds each matrix once and derives other forms by a few operators over constants at the top of a graph
+(`tformer_export/quantize/weight_storage.py`). This module recognises these operators, so that a kernel can read the
+stored form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, DATA_TYPE_UINT8
+from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
+from tformer_runtime.format.weight_files import WeightFiles
+
+MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
+MAX_TABLE_VALUES = 1 << 16  # of the table that unpacks 4 bits
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Integer weights (K, N).
+
+    tensor: int8 (K, N); int8 (N, K) if `is_transposed`; packed uint8 (N, blocks, block · bits / 8) if `block`.
+    factors: the multipliers of 4 bits, uint8 (N, blocks); else None.
+    inner: K, without the rows that pad it to whole blocks.
+    """
+
+    tensor: Tensor
+    inner: int
+    columns: int
+    is_transposed: bool = False
+    block: int = 0
+    factors: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.factors is None else 4
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored form is int8 (K, N) itself."""
+        return not self.is_transposed and not self.block
+
+
+def find_stored_weights(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
+    """Return the stored form of the int8 value (K, N) of this name; None for other values."""
+    tensor = graph.find_tensor(name)
+    if tensor is not None:
+        if tensor.dtype != np.int8 or len(tensor.shape) != 2:
+            return None
+        inner, columns = tensor.shape
+        return StoredWeights(tensor, inner, columns)
+    found = graph.find_producer(name)
+    if found is None:
+        return None
+    node, home = found
+    if is_operator(node, "Concat", 1):
+        return find_stored_weights(home, node.inputs[0], files)
+    if not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
+        return None
+    return _find_rows(home, node.inputs[0], files)
+
+
+def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[StoredWeights, int] | None:
+    """Return the stored form of packed weights of this name, and the numbers of a block; None for other values.
+
+    They are uint8 (N, blocks, bytes of a block), as MatMulNBits reads them, and have one of these forms:
+        Concat(stored)                                    a name of its own for a stored weight
+        Reshape([Pad](BitwiseXor(Cast(rows), 128)))       of 8 bits, from int8 (N, K) or the transpose of int8 (K, N)
+    """
+    found = graph.find_producer(name)
+    if found is None:
+        return None
+    node, home = found
+    if is_operator(node, "Concat", 1):
+        tensor = home.find_tensor(node.inputs[0])
+        if tensor is None or tensor.dtype != np.uint8 or len(tensor.shape) != 3:
+            return None
+        columns, blocks, size = tensor.shape
+        return StoredWeights(tensor, blocks * size, columns, block=size), size
+    if not is_operator(node, "Reshape", 2):
+        return None
+    sizes, above = _integers(home, node.inputs[1], files), _node(home, node.inputs[0])
+    if above is not None and is_operator(above, "Pad", 3):
+        pads, filling = (_integers(home, each, files) for each in above.inputs[1:])
+        if pads is None or pads[:3] != [0, 0, 0] or filling != [MIDDLE]:
+            return None
+        above = _node(home, above.inputs[0])
+    if above is None or not is_operator(above, "BitwiseXor", 2) or _integers(home, above.inputs[1], files) != [MIDDLE]:
+        return None
+    cast = _node(home, above.inputs[0])
+    if cast is None or not is_operator(cast, "Cast", 1) or cast.attributes() != {"to": DATA_TYPE_UINT8}:
+        return None
+    stored = _find_int8(home, cast.inputs[0])
+    if stored is None or sizes is None or len(sizes) != 3 or sizes[:2] != [stored.columns, -1] or sizes[2] < 1:
+        return None
+    return stored, sizes[2]
+
+
+def _find_int8(graph: Graph, name: str) -> StoredWeights | None:
+    """Return the stored form of the int8 value (N, K) of this name: rows as they are, or the transpose of columns."""
+    tensor, is_transposed = graph.find_tensor(name), True
+    if tensor is None:
+        node = _node(graph, name)
+        if node is None or not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
+            return None
+        tensor, is_transposed = graph.find_tensor(node.inputs[0]), False
+    if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
+        return None
+    columns, inner = tensor.shape if is_transposed else tensor.shape[::-1]
+    return StoredWeights(tensor, inner, columns, is_transposed)
+
+
+def _find_rows(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
+    """Return the stored form of the int8 value (N, K) of this name."""
+    tensor = graph.find_tensor(name)
+    if tensor is not None:
+        if tensor.dtype != np.int8 or len(tensor.shape) != 2:
+            return None
+        return StoredWeights(tensor, tensor.shape[1], tensor.shape[0], is_transposed=True)
+    node = _node(graph, name)
+    inner: int | None = None
+    if node is not None and is_operator(node, "Slice", 4):
+        begin, end, axis = (_integers(graph, name, files) for name in node.inputs[1:])
+        if begin != [0] or axis != [1] or end is None or len(end) != 1:
+            return None
+        inner, node = end[0], _node(graph, node.inputs[0])
+    if node is None or not is_operator(node, "Reshape", 2):
+        return None
+    sizes = _integers(graph, node.inputs[1], files)
+    above = _node(graph, node.inputs[0])
+    if above is None or sizes is None or len(sizes) != 2 or sizes[1] != -1:
+        return None
+    stored = _packed_8(graph, above, files) if above.op_type == "Cast" else _packed_4(graph, above, files)
+    if stored is None or stored.columns != sizes[0]:
+        return None
+    inner = stored.inner if inner is None else inner
+    if not stored.inner - stored.block < inner <= stored.inner:
+        return None
+    return StoredWeights(stored.tensor, inner, stored.columns, stored.is_transposed, stored.block, stored.factors)
+
+
+def _packed_8(graph: Graph, cast: Node, files: WeightFiles) -> StoredWeights | None:
+    """Recognise Cast(BitwiseXor(stored, 128)) to int8."""
+    flip = _node(graph, cast.inputs[0])
+    if cast.attributes() != {"to": DATA_TYPE_INT8} or flip is None or not is_operator(flip, "BitwiseXor", 2):
+        return None
+    tensor, middle = graph.find_tensor(flip.inputs[0]), _integers(graph, flip.inputs[1], files)
+    if tensor is None or tensor.dtype != np.uint8 or len(tensor.shape) != 3 or middle != [MIDDLE]:
+        return None
+    columns, blocks, block = tensor.shape
+    return StoredWeights(tensor, blocks * block, columns, block=block)
+
+
+def _packed_4(graph: Graph, gather: Node, files: WeightFiles) -> StoredWeights | None:
+    """Recognise Gather(pairs, Cast(stored) + Unsqueeze(256 · Cast(factors)))."""
+    if not is_operator(gather, "Gather", 2) or gather.attributes().get("axis", 0) != 0:
+        return None
+    place = _node(graph, gather.inputs[1])
+    if place is None or not is_operator(place, "Add", 2):
+        return None
+    byte, begin = (_node(graph, name) for name in place.inputs)
+    if byte is None or begin is None or not is_operator(byte, "Cast", 1) or not is_operator(begin, "Unsqueeze", 2):
+        return None
+    first = _node(graph, begin.inputs[0])
+    if first is None or not is_operator(first, "Mul", 2) or _integers(graph, begin.inputs[1], files) != [-1]:
+        return None
+    factor = _node(graph, first.inputs[0])
+    if factor is None or not is_operator(factor, "Cast", 1):
+        return None
+    casts = [node.attributes() == {"to": DATA_TYPE_INT32} for node in (byte, factor)]
+    if not all(casts) or _integers(graph, first.inputs[1], files) != [BYTE_VALUES]:
+        return None
+    tensor, factors = graph.find_tensor(byte.inputs[0]), graph.find_tensor(factor.inputs[0])
+    if tensor is None or factors is None or tensor.dtype != np.uint8 or factors.dtype != np.uint8:
+        return None
+    if len(tensor.shape) != 3 or factors.shape != tensor.shape[:2]:
+        return None
+    if not _unpacks_pairs(evaluate(graph, gather.inputs[0], files)):
+        return None
+    columns, blocks, half = tensor.shape
+    return StoredWeights(tensor, blocks * half * 2, columns, block=2 * half, factors=factors)
+
+
+def _unpacks_pairs(table: Array | None) -> bool:
+    """Return whether row 256 · m + byte of a table holds both numbers of the byte, around 8, times m."""
+    if table is None or table.ndim != 2 or table.shape[1] != 2 or len(table) % BYTE_VALUES:
+        return False
+    byte = np.arange(BYTE_VALUES)
+    numbers = np.stack([byte % 16 - 8, byte // 16 - 8], 1)
+    factors = np.arange(len(table) // BYTE_VALUES)[:, None, None]
+    return np.array_equal(table, (factors * numbers).reshape(-1, 2))
+
+
+def evaluate(graph: Graph, name: str, files: WeightFiles, depth: int = 0) -> Array | None:
+    """Return a small constant that is computed from weights by operators which change shapes; None for other values."""
+    tensor = graph.find_tensor(name)
+    if tensor is not None:
+        small = 0 < tensor.byte_count <= MAX_TABLE_VALUES * 8
+        return tensor_array(tensor, files.read) if small else None
+    node = _node(graph, name)
+    if node is None or node.domain or depth > 16:
+        return None
+    inputs = [evaluate(graph, name, files, depth + 1) for name in node.inputs]
+    if not inputs or any(array is None for array in inputs):
+        return None
+    arrays = [array for array in inputs if array is not None]
+    attributes = node.attributes()
+    try:
+        result = _run(node.op_type, arrays, attributes)
+    except (ValueError, IndexError, TypeError, OverflowError, MemoryError):
+        return None
+    return result if result is not None and result.size <= MAX_TABLE_VALUES else None
+
+
+def _run(operator: str, arrays: list[Array], attributes: dict[str, Attribute]) -> Array | None:
+    """Run one operator; None for other operators and for results that are too large."""
+    first = arrays[0]
+    if operator == "Unsqueeze":
+        return np.expand_dims(first, tuple(int(axis) for axis in arrays[1]))
+    if operator == "Expand":
+        shape = np.broadcast_shapes(first.shape, tuple(int(size) for size in arrays[1]))
+        return np.broadcast_to(first, shape) if np.prod(shape, dtype=float) <= MAX_TABLE_VALUES else None
+    axis = attributes.get("axis")
+    if operator == "Concat" and isinstance(axis, int):
+        return np.concatenate(arrays, axis=axis)
+    if operator == "Mul":
+        shape = np.broadcast_shapes(first.shape, arrays[1].shape)
+        product: Array | None = first * arrays[1] if np.prod(shape, dtype=float) <= MAX_TABLE_VALUES else None
+        return product
+    if operator == "Reshape":
+        return first.reshape([int(size) for size in arrays[1]])
+    if operator == "Cast" and attributes == {"to": DATA_TYPE_INT8}:
+        return first.astype(np.int8)
+    return None
+
+
+def is_operator(node: Node, op_type: str, inputs: int) -> bool:
+    """Return whether a node is this standard operator with so many inputs."""
+    return node.op_type == op_type and not node.domain and len(node.inputs) == inputs
+
+
+def _node(graph: Graph, name: str) -> Node | None:
+    found = graph.find_producer(name)
+    return found[0] if found is not None else None
+
+
+def _integers(graph: Graph, name: str, files: WeightFiles) -> list[int] | None:
+    """Return the integers of a small constant, flat."""
+    tensor = graph.find_tensor(name)
+    if tensor is None or tensor.dtype is None or tensor.dtype.kind not in "iu" or tensor.byte_count > 1024:
+        return None
+    array = tensor_array(tensor, files.read)
+    return None if array is None else [int(value) for value in array.reshape(-1)]

@@ -1,0 +1,57 @@
+"""The bytes of weights in the files beside a model, mapped into memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from tformer_runtime.base.arrays import Array
+from tformer_runtime.format.onnx_graph import Tensor
+
+
+class WeightFiles:
+    """The files of one folder. Arrays are valid until the end of the `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, mmap.mmap | None] = {}
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._files.clear()  # a mapping ends with the last array that reads it
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a file of the folder has the bytes of a weight."""
+        mapped = self._map(tensor.location)
+        return mapped is not None and tensor.offset >= 0 and tensor.offset + tensor.length <= len(mapped)
+
+    def read(self, tensor: Tensor) -> Array:
+        """Return the bytes of a weight, uint8; empty if the file does not have them."""
+        mapped = self._map(tensor.location)
+        end = tensor.offset + tensor.length
+        if mapped is None or tensor.offset < 0 or tensor.length <= 0 or end > len(mapped):
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mapped, np.uint8, tensor.length, tensor.offset)
+
+    def _map(self, location: str) -> mmap.mmap | None:
+        """Map a file of the folder; None for a link or another folder, for what is no regular file, or an empty one."""
+        if location not in self._files:
+            self._files[location] = None
+            if location and location == os.path.basename(location):
+                try:
+                    descriptor = os.open(self.folder / location, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+                    with os.fdopen(descriptor, "rb") as file:
+                        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                            self._files[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                except (OSError, ValueError):
+                    pass
+        return self._files[location]

@@ -1,0 +1,239 @@
+"""Products of files are replaced when the file is loaded, all of them, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import CliRunner
+from onnx import helper, numpy_helper
+from support.native_products import KERNELS, Product, requires_kernels
+
+from tformer_export import Quantization, export
+from tformer_export.sources import load_source
+from tformer_runtime import Model, ModelFileError
+from tformer_runtime.backend import native_kernels
+from tformer_runtime.backend.native_kernels import VARIABLE, find_native_kernels, load_kernels
+from tformer_runtime.backend.session import Session
+from tformer_runtime.cli.main import main
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.onnx_graph import parse_model
+from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, replace_products
+
+CHECKPOINT = Path(__file__).parents[4] / "models" / "g2p" / "model.pt"
+WORDS = ["hello", "transformer", "a", "kernel"]
+FORMS = {
+    "int8": (Quantization("int8"), "throughput"),
+    "int8 for latency": (Quantization("int8"), "latency"),
+    "int4 for latency": (Quantization("int4"), "latency"),
+    "static scales": (Quantization("int8", activation_scales="static"), "throughput"),
+}
+STAGE_PRODUCTS = {"encode": 24, "decode": 25}  # of the g2p model: 4 + 4 layers, and the output projection
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def file(request, tmp_path_factory):
+    quantization, optimize_for = FORMS[request.param]
+    path = tmp_path_factory.mktemp("kernels") / "model.onnx"
+    export(load_source(CHECKPOINT), path, quantization=quantization, optimize_for=optimize_for)
+    return path
+
+
+def load(path, kernels, monkeypatch) -> Model:
+    monkeypatch.setenv(VARIABLE, kernels)
+    return Model.load(path, device="cpu", threads=1)
+
+
+def operators(model: bytes) -> list[str]:
+    return [node.op_type for graph in parse_model(model).graph.all_graphs() for node in graph.nodes]
+
+
+@requires_kernels
+def test_all_products_of_a_shipped_model_are_replaced(file):
+    model, folder = read_mapped_model(file)
+    before = operators(model)
+    rewritten, count = replace_products(model, folder, lambda product, files: 1)
+    after = operators(rewritten)
+    assert count == before.count(PRODUCTS[0]) + before.count(PRODUCTS[1]) == sum(STAGE_PRODUCTS.values())
+    assert after.count(OPERATOR) == count
+    assert not {*PRODUCTS, "QuantizeLinear", "MatMulNBits", "ReduceMax"} & {*after}
+    assert len(rewritten) < len(model)
+    onnx.ModelProto.FromString(rewritten)
+
+
+@requires_kernels
+def test_results_are_those_of_onnxruntimes_operators(file, monkeypatch):
+    """With the branch for few rows too, because these words are four rows."""
+    results = []
+    for kernels in ("0", ""):
+        model = load(file, kernels, monkeypatch)
+        assert model.info()["kernels"] == (None if kernels else find_native_kernels(onnxruntime).description)
+        results.append([(r.token_ids, r.score) for r in model.generate_batch(WORDS, num_beams=4)])
+    assert results[0] == results[1]
+
+
+@requires_kernels
+def test_stages_with_sessions_of_their_own_share_matrices(file, monkeypatch):
+    """The encoder-decoder's stages have products of their own; each is packed once."""
+    monkeypatch.setenv(VARIABLE, "scalar")
+    packed = []
+    pack = native_kernels.NativeKernels.pack
+    monkeypatch.setattr(
+        native_kernels.NativeKernels, "pack", lambda self, *arguments: packed.append(1) or pack(self, *arguments)
+    )
+    split = Engine(Session(file, device="cpu", split_stages=True))
+    assert len(packed) == sum(STAGE_PRODUCTS.values())
+    together = Engine(Session(file, device="cpu"))
+    source = {"src": [np.array([3, 5, 7])]}
+    tokens = np.array([[1, 4]])
+    logits = [engine.step(engine.start(source, 1), tokens, logit_positions="all") for engine in (split, together)]
+    np.testing.assert_array_equal(*logits)
+
+
+@requires_kernels
+def test_info_names_the_kernels(file, monkeypatch):
+    for kernels, expected in (("avx2", ["avx2"] if "avx2" in KERNELS.paths else []), ("0", []), ("none", [])):
+        monkeypatch.setenv(VARIABLE, kernels)
+        lines = CliRunner().invoke(main, [str(file), "--info"]).output.splitlines()
+        assert [line for line in lines if line.startswith("kernels")] == [
+            f"kernels: native kernels {path}" for path in expected
+        ]
+        facts = json.loads(CliRunner().invoke(main, [str(file), "--info", "--json"]).output)
+        assert facts["kernels"] == (f"native kernels {expected[0]}" if expected else None)
+
+
+def test_exporter_checks_the_operators_of_the_file(file, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "scalar")
+    assert Session(file, device="cpu", native_kernels=False).kernels is None
+
+
+def test_missing_or_damaged_library_leaves_the_operators(tmp_path, monkeypatch):
+    for content in (None, b"", b"no library"):
+        file = tmp_path / "library"
+        if content is not None:
+            file.write_bytes(content)
+        monkeypatch.setattr(native_kernels, "_library_file", lambda: file if content is not None else None)  # noqa: B023
+        load_kernels.cache_clear()
+        assert load_kernels(onnxruntime, "") is None
+    load_kernels.cache_clear()
+
+
+def with_operator() -> bytes:
+    """Return a model that has the kernels' operator itself, within a branch."""
+    inner = helper.make_graph(
+        [helper.make_node(OPERATOR, ["x"], ["z"], domain=DOMAIN, handle=1)],
+        "then",
+        [],
+        [helper.make_empty_tensor_value_info("z")],
+    )
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["z"])], "else", [], [helper.make_empty_tensor_value_info("z")]
+    )
+    model = onnx.ModelProto.FromString(Product(40, 40).model())
+    node = helper.make_node("If", ["flag"], ["never"], then_branch=inner, else_branch=other)
+    model.graph.node.append(node)
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "flag"))
+    return model.SerializeToString()
+
+
+def test_file_with_operators_of_the_kernels_is_refused():
+    with pytest.raises(ModelFileError, match=r"operators of ai\.tformer"):
+        replace_products(with_operator(), Path(), lambda product, files: 1)
+
+
+def changed(model: bytes, change) -> bytes:
+    proto = onnx.ModelProto.FromString(model)
+    change(proto)
+    return proto.SerializeToString()
+
+
+def set_constant(name, value):
+    def change(proto):
+        tensor = next(t for t in proto.graph.initializer if t.name == name)
+        array = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array(np.full_like(array, value), name))
+
+    return change
+
+
+def change_node(op_type, change):
+    def apply(proto):
+        change(next(node for node in proto.graph.node if node.op_type == op_type))
+
+    return apply
+
+
+CHANGES = {
+    "another zero point of the product": change_node("MatMulInteger", lambda node: node.input.pop()),
+    "a zero point of the weights": change_node("MatMulInteger", lambda node: node.input.append("quantize.zero.127")),
+    "centres that are not the zero point": set_constant("quantize.never", 1.0),
+    "another axis": set_constant("quantize.axis", 0),
+    "an integer result": change_node("Cast", lambda node: setattr(node.attribute[0], "i", 11)),
+    "the scale of another value": change_node("Abs", lambda node: node.input.__setitem__(0, "y")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_product_with_any_difference_stays(name):
+    model = Product(64, 48).model()
+    assert replace_products(model, Path(), lambda product, files: 1)[1] == 1
+    assert replace_products(changed(model, CHANGES[name]), Path(), lambda product, files: 1)[1] == 0
+
+
+def test_result_within_a_product_stays_readable():
+    """A value that something else reads is still computed, and the product is not replaced."""
+    model = onnx.ModelProto.FromString(Product(64, 48).model())
+    cast = next(node for node in model.graph.node if node.op_type == "Cast")
+    model.graph.output.append(helper.make_tensor_value_info(cast.output[0], onnx.TensorProto.FLOAT, None))
+    assert replace_products(model.SerializeToString(), Path(), lambda product, files: 1)[1] == 0
+
+
+def test_refused_weights_stay_with_onnxruntime():
+    model = Product(64, 48).model()
+    assert replace_products(model, Path(), lambda product, files: None) == (model, 0)
+
+
+@pytest.mark.parametrize(
+    ("location", "offset", "length"),
+    [("../weights", 0, 64), ("/etc/passwd", 0, 64), ("", 0, 64), ("weights", 60, 64), ("weights", -64, 64),
+     ("weights", 2**62, 64), ("weights", 0, 2**62), ("missing", 0, 64), (".", 0, 64)],
+)  # fmt: skip
+def test_weights_outside_of_their_file_are_never_read(tmp_path, location, offset, length):
+    (tmp_path / "weights").write_bytes(bytes(100))
+    model = onnx.ModelProto.FromString(Product(64, 48).model())
+    tensor = next(t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT8)
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
+    given = []
+
+    def pack(product, files):
+        given.append(files.read(product.weights.tensor).size)
+
+    assert replace_products(model.SerializeToString(), tmp_path, pack)[1] == 0
+    assert set(given) <= {0}
+
+
+@pytest.mark.parametrize("cut", range(0, 3000, 97))
+def test_damaged_model_is_left_to_onnxruntime(cut):
+    model = Product(64, 48, 4, optimize_for="latency").model()
+    damaged = model[:-cut] if cut % 2 else model[:cut] + bytes([model[cut] ^ 0x41]) + model[cut + 1 :]
+    try:
+        rewritten, _ = replace_products(damaged, Path(), lambda product, files: 1)
+    except ModelFileError:
+        return
+    assert isinstance(rewritten, bytes)
+
+
+def test_file_without_quantised_products_is_unchanged():
+    plain = onnx.ModelProto.FromString(Product(64, 48).model())
+    del plain.graph.node[:]
+    plain.graph.node.append(helper.make_node("Identity", ["x"], ["y"]))
+    content = plain.SerializeToString()
+    assert replace_products(content, Path(), lambda product, files: 1) == (content, 0)
