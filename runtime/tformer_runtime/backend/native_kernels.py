@@ -37,8 +37,17 @@ VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
 UNQUANTIZED = "none"  # as in the manifest
 VERSION = 1  # of the library's functions and operator
-# Path of the library → bits of the weights for which its kernels are faster than onnxruntime's operators, as measured
-BITS_OF_PATH: dict[str, tuple[int, ...]] = {"avx512vnni": (8, 4), "avxvnni": (4,), "avx2": (4,)}
+# Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
+# operators, on processors whose best path it is
+BITS_OF_PATH: dict[str, tuple[int, ...]] = {
+    "amx": (),
+    "avx512vnni": (8, 4),
+    "avxvnni": (4,),
+    "avx2": (),
+    "neoni8mm": (),
+    "neondot": (),
+    "scalar": (),
+}
 ALL_BITS = (8, 4)
 PACKING_THREADS = 8  # at most
 MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
@@ -184,10 +193,9 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
-    path = wanted if wanted in names else next((name for name in names if name in BITS_OF_PATH), None)
-    if path is None or (wanted and path != wanted):
-        return None
-    return NativeKernels(library, file, path, ALL_BITS if wanted else BITS_OF_PATH[path], names)
+    path = wanted or names[0]
+    bits = ALL_BITS if wanted else BITS_OF_PATH[path]
+    return NativeKernels(library, file, path, bits, names) if path in names and bits else None
 
 
 def _supported_paths(library: ctypes.CDLL) -> list[str]:
