@@ -170,4 +170,4 @@ wild-repositories: .venv-wild/.ready
 	cd tests && ../.venv-wild/bin/python -m wild_packages --repositories ../build/repositories
 
 clean:
-	rm -rf build .venv .venv-audit .venv-genai .venv-optimum .venv-wild
+	rm -rf build runtime/kernels/tformer_kernels/*.so .venv .venv-audit .venv-genai .venv-optimum .venv-wild

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -49,9 +48,10 @@ BITS_OF_PATH: dict[str, tuple[int, ...]] = {
     "scalar": (),
 }
 ALL_BITS = (8, 4)
+SMALL_BATCH_OPERATOR = b"MatMulNBits"
 PACKING_THREADS = 8  # at most
 MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
-LIBRARY_NAMES = {"darwin": "libtformer_kernels.dylib", "win32": "tformer_kernels.dll"}
+LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
 
 class NativeKernels:
@@ -112,10 +112,11 @@ class LoadingProducts:
     """The packed products of the sessions of one file. Leave the `with` block when the sessions are open.
 
     count: the number of products that kernels compute.
+    has_small_batch_form: whether a session has onnxruntime's kernels for few rows.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self.kernels, self.count = kernels, 0
+        self.kernels, self.count, self.has_small_batch_form = kernels, 0, False
         self._handles: dict[tuple[Any, ...], int | None] = {}
 
     def __enter__(self) -> LoadingProducts:
@@ -137,6 +138,7 @@ class LoadingProducts:
         if count:
             options.register_custom_ops_library(os.fspath(self.kernels.file))
         self.count += count
+        self.has_small_batch_form |= SMALL_BATCH_OPERATOR in model
         return model
 
     def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
@@ -212,7 +214,6 @@ def _supported_paths(library: ctypes.CDLL) -> list[str]:
 
 def _library_file() -> Path | None:
     """Return the library of the installed wheel, or the one that `make kernels` has built in this checkout."""
-    name = LIBRARY_NAMES.get(sys.platform, "libtformer_kernels.so")
     try:
         import tformer_kernels
 
@@ -220,4 +221,4 @@ def _library_file() -> Path | None:
     except ImportError:
         folders = []
     folders.append(Path(__file__).parents[2] / "kernels" / "tformer_kernels")
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return next((folder / LIBRARY_NAME for folder in folders if (folder / LIBRARY_NAME).is_file()), None)

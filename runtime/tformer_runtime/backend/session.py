@@ -60,6 +60,7 @@ class Session:
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
+    small_batch_limit: as in the manifest's decode stage; None if native kernels serve any number of rows.
     kernels: the native kernels that compute quantised products, in words; None if onnxruntime's operators do.
     run_slots: the limit for runs at the same time; None on CUDA.
 
@@ -99,6 +100,7 @@ class Session:
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
         self.kernels: str | None = None
+        self.small_batch_limit = self.manifest.decode.small_batch_limit if self.manifest.decode else None
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
@@ -261,6 +263,8 @@ class Session:
             sessions = self._load(split_stages)
         if self._products.count:
             self.kernels = kernels.description
+            if not self._products.has_small_batch_form:
+                self.small_batch_limit = None
         self._products = None
         return sessions
 

@@ -73,6 +73,8 @@ def test_results_are_those_of_onnxruntimes_operators(file, monkeypatch):
     for kernels in ("0", KERNELS.paths[0]):
         model = load(file, kernels, monkeypatch)
         assert model.info()["kernels"] == (None if kernels == "0" else f"native kernels {kernels}")
+        limit = model.manifest.decode.small_batch_limit
+        assert model.engine.session.small_batch_limit == (limit if kernels == "0" else None)
         results.append([(r.token_ids, r.score) for r in model.generate_batch(WORDS, num_beams=4)])
     assert results[0] == results[1]
 
