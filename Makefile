@@ -188,4 +188,5 @@ wild-repositories: .venv-wild/.ready
 	cd tests && ../.venv-wild/bin/python -m wild_packages --repositories ../build/repositories
 
 clean:
-	rm -rf build .venv .venv-audit .venv-genai .venv-llama .venv-openvino .venv-optimum .venv-wild
+	rm -rf build runtime/kernels/tformer_kernels/*.so .venv .venv-audit .venv-genai .venv-llama .venv-openvino .venv-optimum \
+	  .venv-wild

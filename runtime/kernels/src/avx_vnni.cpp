@@ -1,12 +1,8 @@
 // AVX-VNNI: VPDPBUSD with 256-bit vectors.
+#include <cpuid.h>
+
 #include "avx2_tiles.h"
 #include "paths.h"
-
-#if defined(_MSC_VER)
-#include <intrin.h>
-#else
-#include <cpuid.h>
-#endif
 
 namespace tformer {
 namespace {

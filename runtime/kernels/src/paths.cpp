@@ -6,9 +6,9 @@ namespace tformer {
 namespace {
 
 const Path* const PATHS[] = {
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
     &AMX, &AVX512_VNNI, &AVX_VNNI, &AVX2,
-#elif defined(__aarch64__) || defined(_M_ARM64)
+#elif defined(__aarch64__)
     &NEON_I8MM, &NEON_DOT,
 #endif
     &SCALAR,

@@ -7,9 +7,9 @@
 
 namespace tformer {
 
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 extern const Path AMX, AVX512_VNNI, AVX_VNNI, AVX2;
-#elif defined(__aarch64__) || defined(_M_ARM64)
+#elif defined(__aarch64__)
 extern const Path NEON_I8MM, NEON_DOT;
 #endif
 extern const Path SCALAR;

@@ -16,7 +16,7 @@ namespace {
 [[maybe_unused]] inline uint8_t quantise_number(float x, float scale, float inverse, const RowScaling& scaling) {
   if (scaling.reciprocal || scaling.fixed_scale > 0) {
     float ratio = scaling.reciprocal ? x * inverse : x / scale;
-#if defined(__aarch64__) || defined(_M_ARM64)
+#if defined(__aarch64__)
     if (ratio != ratio) return static_cast<uint8_t>(scaling.zero);
 #endif
     float lowest = static_cast<float>(-scaling.zero), highest = static_cast<float>(255 - scaling.zero);
@@ -25,7 +25,7 @@ namespace {
     return static_cast<uint8_t>(static_cast<int>(std::nearbyintf(ratio)) + scaling.zero);
   }
   float rounded = std::nearbyintf(x / scale);
-#if defined(__aarch64__) || defined(_M_ARM64)
+#if defined(__aarch64__)
   float capped = rounded < 1e6f ? rounded : 1e6f;  // Arm's conversion saturates, and gives 0 for no number
   int number = rounded != rounded ? 0 : capped > -1e6f ? static_cast<int>(capped) : -1000000;
 #else

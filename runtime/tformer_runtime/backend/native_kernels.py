@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -37,12 +36,22 @@ VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
 UNQUANTIZED = "none"  # as in the manifest
 VERSION = 1  # of the library's functions and operator
-# Path of the library → bits of the weights for which its kernels are faster than onnxruntime's operators, as measured
-BITS_OF_PATH: dict[str, tuple[int, ...]] = {"avx512vnni": (8, 4), "avxvnni": (4,), "avx2": (4,)}
+# Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
+# operators, on processors whose best path it is
+BITS_OF_PATH: dict[str, tuple[int, ...]] = {
+    "amx": (),
+    "avx512vnni": (8, 4),
+    "avxvnni": (4,),
+    "avx2": (),
+    "neoni8mm": (),
+    "neondot": (),
+    "scalar": (),
+}
 ALL_BITS = (8, 4)
+SMALL_BATCH_OPERATOR = b"MatMulNBits"
 PACKING_THREADS = 8  # at most
 MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
-LIBRARY_NAMES = {"darwin": "libtformer_kernels.dylib", "win32": "tformer_kernels.dll"}
+LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
 
 class NativeKernels:
@@ -103,10 +112,11 @@ class LoadingProducts:
     """The packed products of one file. Leave the `with` block when the sessions are open.
 
     count: the number of products that kernels compute.
+    has_small_batch_form: whether a session has onnxruntime's kernels for few rows.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:
-        self.kernels, self.count = kernels, 0
+        self.kernels, self.count, self.has_small_batch_form = kernels, 0, False
         self._handles: dict[tuple[Any, ...], int | None] = {}
 
     def __enter__(self) -> LoadingProducts:
@@ -125,6 +135,7 @@ class LoadingProducts:
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
         model, self.count = replace_products(model, folder, self._pack)
+        self.has_small_batch_form = SMALL_BATCH_OPERATOR in model
         return model
 
     def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
@@ -181,10 +192,9 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
-    path = wanted if wanted in names else next((name for name in names if name in BITS_OF_PATH), None)
-    if path is None or (wanted and path != wanted):
-        return None
-    return NativeKernels(library, file, path, ALL_BITS if wanted else BITS_OF_PATH[path], names)
+    path = wanted or names[0]
+    bits = ALL_BITS if wanted else BITS_OF_PATH[path]
+    return NativeKernels(library, file, path, bits, names) if path in names and bits else None
 
 
 def _supported_paths(library: ctypes.CDLL) -> list[str]:
@@ -201,7 +211,6 @@ def _supported_paths(library: ctypes.CDLL) -> list[str]:
 
 def _library_file() -> Path | None:
     """Return the library of the installed wheel, or the one that `make kernels` has built in this checkout."""
-    name = LIBRARY_NAMES.get(sys.platform, "libtformer_kernels.so")
     try:
         import tformer_kernels
 
@@ -209,4 +218,4 @@ def _library_file() -> Path | None:
     except ImportError:
         folders = []
     folders.append(Path(__file__).parents[2] / "kernels" / "tformer_kernels")
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return next((folder / LIBRARY_NAME for folder in folders if (folder / LIBRARY_NAME).is_file()), None)

@@ -61,6 +61,7 @@ class Session:
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
+    small_batch_limit: as in the manifest's decode stage; None if native kernels serve any number of rows.
     run_slots: the limit for runs at the same time; None on CUDA.
 
     On CUDA each of the two stages of a file has its own session, because a graph with an `If` cannot be captured.
@@ -98,6 +99,7 @@ class Session:
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
         self.captures_graphs = False
+        self.small_batch_limit = self.manifest.decode.small_batch_limit if self.manifest.decode else None
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
@@ -268,6 +270,8 @@ class Session:
                 products = stack.enter_context(LoadingProducts(kernels))
                 model = products.rewrite(model, folder)
                 self._kernels = kernels if products.count else None
+                if products.count and not products.has_small_batch_form:
+                    self.small_batch_limit = None
             model, folder = stack.enter_context(with_derived_weights(model, folder, os.cpu_count() or 1))
             sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()

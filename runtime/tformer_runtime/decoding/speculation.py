@@ -5,7 +5,7 @@ token. A speculative row keeps these logits. As long as the search chooses the g
 logits without a step. At the first other token, the row discards the positions after it. The search sees the logits of
 one position after another, as it does without guesses. So rules, grammars and stop strings need no change.
 
-If a file has special kernels for small batches (`DecodeStage.small_batch_limit`), a step with guesses stays within the
+If a file has special kernels for small batches (`Session.small_batch_limit`), a step with guesses stays within the
 limit. Beyond it, activations are rounded differently, which can change the choice between two tokens of almost equal
 probability.
 """
@@ -54,7 +54,7 @@ class SpeculativeRow:
     def __init__(self, engine: Engine, batch: EngineBatch, task: SequenceTask, guesser: Guesser) -> None:
         self._engine, self._task, self._guesser = engine, task, guesser
         self.batch = batch
-        batch_limit, max_guesses = engine.decode.small_batch_limit, task.settings.num_draft_tokens
+        batch_limit, max_guesses = engine.session.small_batch_limit, task.settings.num_draft_tokens
         self._batch_limit = batch_limit
         self._draft_length = (
             DraftLengthController(TOKEN_COST + guesser.cost, max_guesses)

@@ -17,7 +17,7 @@ from tformer_export import Quantization, export
 from tformer_export.sources import load_source
 from tformer_runtime import Model, ModelFileError
 from tformer_runtime.backend import native_kernels
-from tformer_runtime.backend.native_kernels import VARIABLE, find_native_kernels, load_kernels
+from tformer_runtime.backend.native_kernels import BITS_OF_PATH, VARIABLE, load_kernels
 from tformer_runtime.backend.session import Session
 from tformer_runtime.cli.main import main
 from tformer_runtime.engine.engine import Engine
@@ -70,9 +70,11 @@ def test_all_products_of_a_shipped_model_are_replaced(file):
 def test_results_are_those_of_onnxruntimes_operators(file, monkeypatch):
     """With the branch for few rows too, because these words are four rows."""
     results = []
-    for kernels in ("0", ""):
+    for kernels in ("0", KERNELS.paths[0]):
         model = load(file, kernels, monkeypatch)
-        assert model.info()["kernels"] == (None if kernels else find_native_kernels(onnxruntime).description)
+        assert model.info()["kernels"] == (None if kernels == "0" else f"native kernels {kernels}")
+        limit = model.manifest.decode.small_batch_limit
+        assert model.engine.session.small_batch_limit == (limit if kernels == "0" else None)
         results.append([(r.token_ids, r.score) for r in model.generate_batch(WORDS, num_beams=4)])
     assert results[0] == results[1]
 
@@ -110,6 +112,13 @@ def test_info_names_the_kernels(file, monkeypatch):
 def test_exporter_checks_the_operators_of_the_file(file, monkeypatch):
     monkeypatch.setenv(VARIABLE, "scalar")
     assert Session(file, device="cpu", native_kernels=False).kernels is None
+
+
+@requires_kernels
+def test_each_path_of_the_library_has_its_line_in_the_table():
+    assert set(KERNELS.paths) <= set(BITS_OF_PATH)
+    chosen = load_kernels(onnxruntime, "")
+    assert (chosen.bits if chosen else ()) == BITS_OF_PATH[KERNELS.paths[0]]
 
 
 def test_missing_or_damaged_library_leaves_the_operators(tmp_path, monkeypatch):
