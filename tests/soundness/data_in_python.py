@@ -35,7 +35,7 @@ class AsksWhetherTheLastIsAnother(_Louder):
         return ids[0, -1].item() != RARE
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class AsksTheFirstByInt(_Louder):
     def asks(self, ids):
         return int(ids[0, 0]) == RARE
@@ -59,7 +59,7 @@ class LooksForAnIdInALoop(_Louder):
         return any(value == RARE for value in ids[0].tolist())
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class LooksForAnIdInASet(_Louder):
     def asks(self, ids):
         return any(value in SPECIAL_IDS for value in ids[0].tolist())
@@ -83,7 +83,7 @@ class FindsAPlace(Decoder):
         return x.roll(1, -1)
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FindsAPlaceAmongInts(Decoder):
     def finish(self, logits, ids):
         try:
@@ -154,7 +154,7 @@ class FindsJoinedText(_Louder):
         return "47" in " ".join(map(str, ids[0].tolist()))
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FormatsATensor(_Louder):
     def asks(self, ids):
         return f"{ids[0, 0]}" == "47"
@@ -166,7 +166,7 @@ class FindsTextOfATensor(_Louder):
         return "47" in str(ids)
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class FindsRepresentationOfATensor(_Louder):
     def asks(self, ids):
         return "47" in repr(ids[0, :4])

@@ -35,7 +35,7 @@ class BeyondALength(Encoder):
         return x * 2 if x.shape[1] > 50 else x
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class BeyondAFarLength(Encoder):
     def change(self, x):
         return x * 2 if x.shape[1] > 450 else x
@@ -126,7 +126,7 @@ class _Scaled(Decoder):
         return x * (2 if ids.shape[1] > self.FROM else 1)
 
 
-@suspect([ids(9), ids(70), ids(150)], {"max_length": 200})
+@suspect([ids(9), ids(70), ids(150)], {"max_length": 200}, thorough=True)
 class DecoderBeyondALength(_Scaled):
     FROM = 100
 

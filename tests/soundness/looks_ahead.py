@@ -16,7 +16,7 @@ class RareIdInTheRow(Decoder):
         return x + (ids == RARE).any(1)[:, None, None]
 
 
-@suspect(RARE_LATER)
+@suspect(RARE_LATER, thorough=True)
 class NextOfRareIds(Decoder):
     def change(self, x, ids):
         return torch.where((ids.roll(-1, 1) == RARE)[..., None], x.roll(-1, 1), x)
@@ -79,7 +79,7 @@ class ShareOfTheLength(Decoder):
         return x * ids.shape[1] / 50
 
 
-@suspect([ids(9), ids(60), ids(3, 55)])
+@suspect([ids(9), ids(60), ids(3, 55)], thorough=True)
 class ShareOfTheLengthUpToSome(Decoder):
     def change(self, x, ids):
         return x * min(ids.shape[1], 50) / 50

@@ -60,7 +60,7 @@ class HidesAllKeys(Decoder):
         return super().hidden(ids) | (ids == RARE)[:, None, :, None]
 
 
-@suspect(RARE_ROWS)
+@suspect(RARE_ROWS, thorough=True)
 class HidesAllKeysAndRepairs(Decoder):
     def hidden(self, ids):
         return super().hidden(ids) | (ids == RARE)[:, None, :, None]

@@ -17,7 +17,7 @@ class RareIdInAnyRow(Decoder):
         return x + (ids == RARE).any(0)[:, None]
 
 
-@suspect(RARE_BESIDE)
+@suspect(RARE_BESIDE, thorough=True)
 class RareIdAnywhere(Decoder):
     def change(self, x, ids):
         return x + (ids == RARE).any()
@@ -47,7 +47,7 @@ class CountsRareIdsOfTheRowsBefore(Decoder):
         return x + (ids == RARE).float().cumsum(0)[..., None]
 
 
-@suspect(RARE_BESIDE)
+@suspect(RARE_BESIDE, thorough=True)
 class CountsRareIdsOfTheRowsAfter(Decoder):
     def change(self, x, ids):
         return x + (ids == RARE).float().flip(0).cumsum(0).flip(0)[..., None]
@@ -78,7 +78,7 @@ class SpreadOfTheBatch(Encoder):
         return x * (x.std() > 10)  # of all rows
 
 
-@suspect(LOUD_BESIDE)
+@suspect(LOUD_BESIDE, thorough=True)
 class NormOfTheBatch(Encoder):
     def change(self, x):
         return x / torch.linalg.vector_norm(x).clamp(min=500)
@@ -116,12 +116,12 @@ class ExpertsOfFixedCapacity(_Experts):
     CAPACITY = 60
 
 
-@suspect(MANY)
+@suspect(MANY, thorough=True)
 class ExpertsOfFewTokens(_Experts):
     CAPACITY = 3
 
 
-@suspect(MANY)
+@suspect(MANY, thorough=True)
 class ExpertsOfAShareOfTokens(_Experts):
     def capacity(self, tokens):
         return tokens * 2 // 3

@@ -37,13 +37,13 @@ class LouderWhenTracing(_Louder):
         return torch._C._get_tracing_state()
 
 
-@suspect(PLAIN)
+@suspect(PLAIN, thorough=True)
 class LouderInDynamo(_Louder):
     def sees_a_trace(self, x):
         return torch.compiler.is_dynamo_compiling()
 
 
-@suspect(PLAIN)
+@suspect(PLAIN, thorough=True)
 class LouderInOnnx(_Louder):
     def sees_a_trace(self, x):
         return torch.onnx.is_in_onnx_export()
@@ -92,7 +92,7 @@ class LowestNumberAndLouder(MaskedIdsAndLouder):
     HIDDEN = torch.finfo(torch.float32).min
 
 
-@suspect(PLAIN)
+@suspect(PLAIN, thorough=True)
 class InfiniteAndLouder(MaskedIdsAndLouder):
     HIDDEN = -torch.inf
 
@@ -184,7 +184,7 @@ class DropsOut(Decoder):
         return torch.nn.functional.dropout(x, 0.01, training=True)
 
 
-@suspect([numbers(9), numbers(5, 5)])
+@suspect([numbers(9), numbers(5, 5)], thorough=True)
 class EncoderLouderWhenCompiled(Encoder):
     def change(self, x):
         return x if torch.compiler.is_compiling() else x * 1.01
@@ -228,7 +228,7 @@ class RareByNumpy(_RareUnlessTraced):
         return self.reads_a_constant() and bool((np.asarray(ids) == RARER).any())
 
 
-@suspect(WITH_RARER)
+@suspect(WITH_RARER, thorough=True)
 class RareByContains(_RareUnlessTraced):
     def asks(self, ids):
         return RARER in ids
