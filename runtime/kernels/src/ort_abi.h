@@ -1,7 +1,8 @@
 // The part of onnxruntime's C API that this library calls, declared by itself. The API is a table of functions in a fixed
 // order, to which new versions only append; a number below is a function's place in it. Checked against
-// include/onnxruntime/core/session/onnxruntime_c_api.h of onnxruntime 1.29, and against the installed onnxruntime by
-// `check_api` whenever the library is registered. ORT_API_CALL is empty on all 64-bit systems.
+// include/onnxruntime/core/session/onnxruntime_c_api.h with ORT_API_VERSION 29, run with onnxruntime 1.23.2 and 1.31.1,
+// and compared with the installed onnxruntime by `check_api` whenever the library is registered. ORT_API_CALL is empty on
+// all 64-bit systems.
 #pragma once
 
 #include <cstddef>
