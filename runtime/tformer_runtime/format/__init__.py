@@ -12,7 +12,6 @@ sizes            lengths of one row along the free axes of its inputs and output
 dtypes           types that numpy does not have
 onnx_fields      field numbers of onnx.proto
 onnx_wire        protobuf's wire format
-onnx_values      fields with the values of their numbers
 onnx_graph       a model as nodes that can be replaced
 weight_files     the bytes of weights, mapped into memory
 stored_weights   recognise the stored form of integer weights

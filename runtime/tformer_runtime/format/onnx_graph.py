@@ -50,8 +50,7 @@ from tformer_runtime.format.onnx_fields import (
     TENSOR_RAW_DATA,
     VALUE_INFO_NAME,
 )
-from tformer_runtime.format.onnx_values import iter_values
-from tformer_runtime.format.onnx_wire import WireError, bytes_field, tag, varint_field
+from tformer_runtime.format.onnx_wire import WireError, bytes_field, iter_fields, tag, varint_field
 
 DTYPES: dict[int, np.dtype[Any]] = {
     DATA_TYPE_FLOAT: np.dtype(np.float32),
@@ -113,10 +112,14 @@ class Node:
     encoded: bytes
     branches: dict[str, Graph] = field(default_factory=dict)
 
+    def names_read(self) -> set[str]:
+        """Return the names of the values that the node and its branches read."""
+        return {*self.inputs}.union(*(branch.names_read() for branch in self.branches.values()))
+
     def attributes(self) -> dict[str, Attribute]:
         """Return the attributes that are numbers or lists of integers."""
         found: dict[str, Attribute] = {}
-        for value in iter_values(self.encoded):
+        for value in iter_fields(self.encoded):
             if value.number == NODE_ATTRIBUTE:
                 name, number = _attribute(value.content)
                 if number is not None:
@@ -170,12 +173,7 @@ class Graph:
 
     def names_read(self) -> set[str]:
         """Return the names of the values that nodes and outputs read, here and in branches."""
-        names: set[str] = set()
-        for graph in self.all_graphs():
-            names.update(graph.outputs)
-            for node in graph.nodes:
-                names.update(node.inputs)
-        return names
+        return {*self.outputs}.union(*(node.names_read() for node in self.nodes))
 
 
 @dataclass(eq=False, repr=False)
@@ -191,7 +189,7 @@ class OnnxModel:
 
 def parse_model(model: bytes) -> OnnxModel:
     """Parse a ModelProto. Raise WireError if the bytes are no model, or if a branch is too deep in others."""
-    values = list(iter_values(model))
+    values = list(iter_fields(model))
     graph = b"".join(value.content for value in values if value.number == MODEL_GRAPH)  # parts of a message are merged
     return OnnxModel(_parse_graph(graph, None, 0), [v.encoded for v in values if v.number != MODEL_GRAPH])
 
@@ -219,7 +217,7 @@ def rename_values(node: Node, new_names: dict[str, str]) -> None:
     if any(name in new_names for name in (*node.inputs, *node.outputs)):
         node.inputs = [new_names.get(name, name) for name in node.inputs]
         node.outputs = [new_names.get(name, name) for name in node.outputs]
-        kept = [v.encoded for v in iter_values(node.encoded) if v.number not in (NODE_INPUT, NODE_OUTPUT)]
+        kept = [v.encoded for v in iter_fields(node.encoded) if v.number not in (NODE_INPUT, NODE_OUTPUT)]
         names = [bytes_field(NODE_INPUT, name.encode()) for name in node.inputs]
         names += [bytes_field(NODE_OUTPUT, name.encode()) for name in node.outputs]
         node.encoded = b"".join([*names, *kept])
@@ -263,9 +261,9 @@ def add_reference(graph: Graph, name: str, dtype: np.dtype[Any], shape: tuple[in
 def move_reference(graph: Graph, name: str, location: str) -> None:
     """Change the file of a weight whose bytes are in a file."""
     tensor = graph.initializers[name]
-    (initializer,) = iter_values(graph.encoded_initializers[name])
+    (initializer,) = iter_fields(graph.encoded_initializers[name])
     place = TENSOR_EXTERNAL_DATA, TENSOR_DATA_LOCATION
-    kept = b"".join(value.encoded for value in iter_values(initializer.content) if value.number not in place)
+    kept = b"".join(value.encoded for value in iter_fields(initializer.content) if value.number not in place)
     graph.initializers[name] = replace(tensor, location=location)
     content = kept + _encode_place(Place(location, tensor.offset, tensor.length))
     graph.encoded_initializers[name] = bytes_field(GRAPH_INITIALIZER, content)
@@ -298,7 +296,7 @@ def _parse_graph(content: bytes, parent: Graph | None, depth: int) -> Graph:
     if depth > MAX_DEPTH:
         raise WireError
     graph = Graph([], {}, {}, [], [], parent)
-    for value in iter_values(content):
+    for value in iter_fields(content):
         if value.number == GRAPH_NODE:
             graph.nodes.append(_parse_node(value.content, graph, depth))
         elif value.number == GRAPH_INITIALIZER:
@@ -316,7 +314,7 @@ def _parse_graph(content: bytes, parent: Graph | None, depth: int) -> Graph:
 def _parse_node(content: bytes, graph: Graph, depth: int) -> Node:
     node = Node("", "", [], [], content)
     attributes, kept = [], []
-    for value in iter_values(content):
+    for value in iter_fields(content):
         if value.number == NODE_INPUT:
             node.inputs.append(value.content.decode())
         elif value.number == NODE_OUTPUT:
@@ -331,7 +329,7 @@ def _parse_node(content: bytes, graph: Graph, depth: int) -> Node:
             kept.append(value.encoded)
     if node.op_type in BRANCHING_OPERATORS:
         for attribute in attributes:
-            fields = {value.number: value for value in iter_values(attribute.content)}
+            fields = {value.number: value for value in iter_fields(attribute.content)}
             if ATTRIBUTE_G in fields:
                 name = fields[ATTRIBUTE_NAME].content.decode() if ATTRIBUTE_NAME in fields else ""
                 node.branches[name] = _parse_graph(fields[ATTRIBUTE_G].content, graph, depth + 1)
@@ -345,7 +343,7 @@ def _parse_tensor(content: bytes) -> Tensor:
     name, data_type, raw, is_external = "", 0, None, False
     shape: list[int] = []
     entries: dict[str, str] = {}
-    for value in iter_values(content):
+    for value in iter_fields(content):
         if value.number == TENSOR_NAME:
             name = value.content.decode()
         elif value.number == TENSOR_DATA_TYPE:
@@ -382,7 +380,7 @@ def _encode_graph(graph: Graph) -> bytes:
 def _attribute(content: bytes) -> tuple[str, Attribute | None]:
     name, number = "", None
     integers: list[int] = []
-    for value in iter_values(content):
+    for value in iter_fields(content):
         if value.number == ATTRIBUTE_NAME:
             name = value.content.decode()
         elif value.number == ATTRIBUTE_I:
@@ -395,4 +393,4 @@ def _attribute(content: bytes) -> tuple[str, Attribute | None]:
 
 
 def _text(content: bytes, number: int) -> str:
-    return next((value.content.decode() for value in iter_values(content) if value.number == number), "")
+    return next((value.content.decode() for value in iter_fields(content) if value.number == number), "")

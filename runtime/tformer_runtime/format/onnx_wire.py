@@ -24,13 +24,30 @@ class Field(NamedTuple):
     """One field of a message.
 
     number: the field number.
+    varint: the unsigned number of a varint; 0 for other fields.
     content: the bytes of the content; empty for a varint.
     encoded: all bytes of the field, with its tag.
     """
 
     number: int
+    varint: int
     content: bytes
     encoded: bytes
+
+    @property
+    def signed(self) -> int:
+        """The number of a varint as an int64."""
+        return self.varint - (1 << 64) if self.varint >> 63 else self.varint
+
+    def varints(self) -> list[int]:
+        """Return the numbers of a repeated field: one, or several that are packed."""
+        if not self.content:
+            return [self.varint]
+        numbers, position = [], 0
+        while position < len(self.content):
+            number, position = read_varint(self.content, position)
+            numbers.append(number)
+        return numbers
 
 
 def varint(number: int) -> bytes:
@@ -61,8 +78,8 @@ def iter_fields(content: bytes) -> Iterator[Field]:
     """Yield the fields of a message, in their order. Raise WireError if the bytes are not a message."""
     begin, end = 0, len(content)
     while begin < end:
-        number, start, length = read_field_header(content, begin, end)
-        yield Field(number, content[start : start + length], content[begin : start + length])
+        number, start, length, value = _read_header(content, begin, end)
+        yield Field(number, value, content[start : start + length], content[begin : start + length])
         begin = start + length
 
 
@@ -74,37 +91,33 @@ def read_field_header(data: bytes, position: int, end: int) -> tuple[int, int, i
     end: of the message that has the field.
     Raise WireError if no field begins here, or if the field extends beyond `end`.
     """
+    return _read_header(data, position, end)[:3]
+
+
+def _read_header(data: bytes, position: int, end: int) -> tuple[int, int, int, int]:
+    """Do as `read_field_header`, and return the number of a varint as well."""
     header, position = read_varint(data, position)
     number, wire_type = header >> 3, header & 7
-    length = _FIXED_BYTES.get(wire_type, 0)
+    value, length = 0, _FIXED_BYTES.get(wire_type, 0)
     if wire_type == VARINT:
-        _, position = read_varint(data, position)
+        value, position = read_varint(data, position)
     elif wire_type == BYTES:
         length, position = read_varint(data, position)
     elif wire_type not in _FIXED_BYTES:
         raise WireError
     if number == 0 or position + length > end:
         raise WireError
-    return number, position, length
-
-
-def varint_of(field: Field) -> int:
-    """Return the number of a field that is a varint. Raise WireError if it is none."""
-    header, position = read_varint(field.encoded, 0)
-    if header & 7 != VARINT:
-        raise WireError
-    return read_varint(field.encoded, position)[0]
+    return number, position, length, value
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
     """Return the number that is encoded at a position, and the position after it. Raise WireError if there is none."""
-    value = 0
-    for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
-        if position >= len(data):
-            raise WireError
+    value = shift = 0
+    while shift < 7 * MAX_VARINT_BYTES and position < len(data):
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, position
+            return value & (1 << 64) - 1, position
+        shift += 7
     raise WireError
