@@ -11,6 +11,7 @@ from support.families import BY_NAME, END, VOCABULARY
 
 from tformer_runtime import Model
 from tformer_runtime.decoding import drafting
+from tformer_runtime.engine.engine import Engine
 
 LENGTHS = (6, 11, 3, 1)
 MAX_NEW_TOKENS = 16
@@ -58,21 +59,21 @@ def test_steps_with_drafts_stay_within_the_kernels_for_few_tokens(exported, monk
     Within the limit they are equal up to float32 rounding, except where an activation rounds to the other integer.
     """
     file, rng = exported("wide-llama", quantization=quantization, optimize_for="latency"), np.random.default_rng(5)
-    twin = Model.load(file.path, device="cpu", threads=1)
-    step, sizes = file.model.engine.step, []
+    model, twin = (Model(Engine(file.path, "cpu", threads=1, native_kernels=False)) for _ in range(2))
+    step, sizes = model.engine.step, []
 
     def record_size(state, tokens, *args, **kwargs):
         sizes.append(tokens.size)
         return step(state, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(file.model.engine, "step", record_size)
+    monkeypatch.setattr(model.engine, "step", record_size)
     logprob_differences, equal, step_sizes = [], [], set()
     for length in range(4, 12):
         row = np.concatenate([rng.integers(END + 1, VOCABULARY, length)] * 2)
-        plain = file.model.generate(row, max_new_tokens=30)
+        plain = model.generate(row, max_new_tokens=30)
         for draft in ({"prompt_lookup": True}, {"draft_model": twin}):
             del sizes[:]
-            result = file.model.generate(row, max_new_tokens=30, **draft)
+            result = model.generate(row, max_new_tokens=30, **draft)
             pairs = zip(result.token_ids, plain.token_ids, strict=False)
             num_equal = sum(itertools.takewhile(bool, (actual == expected for actual, expected in pairs)))
             logprob_differences.append(

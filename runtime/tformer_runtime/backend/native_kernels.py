@@ -101,6 +101,7 @@ class NativeKernels:
             bytes_of_column = stored[0].nbytes
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
             handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE_BIT if weights.block else 0, *rest)
+        files.drop_pages(weights.tensor)
         return int(handle) if handle > 0 else None
 
     def release(self, handle: int) -> None:

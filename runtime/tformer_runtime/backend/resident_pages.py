@@ -18,7 +18,7 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.scratch_files import is_scratch_file
 
-DROP_SECONDS = 0.1  # between two times that pages are dropped: a core packs about 200 MB in it
+DROP_SECONDS = 0.3  # between two times that pages are dropped, which takes time: a core packs about 400 MB in it
 MIN_MAPPED_BYTES = 1 << 17  # smaller arrays are left to malloc
 _HUGE_PAGES_BYTES = 1 << 22  # from here on numpy asks for huge pages as well
 
