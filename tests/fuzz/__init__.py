@@ -4,7 +4,7 @@ mutations     change bytes, JSON documents and protobuf messages
 target        what a target is, and which outcomes are right
 targets       the targets by name
 models        the small files that targets change or run
-files         targets: files of models, checkpoints, journals
+files         targets: files of models, checkpoints, journals; quantised_files: graphs with derived weights
 texts         targets: tokenizers, chat templates, constraints, requests, lines of a command
 signals       targets: pictures, sounds, series
 child         the process in which cases run

@@ -6,11 +6,12 @@ import os
 import signal
 
 from fuzz.files import FILES
+from fuzz.quantised_files import QUANTISED
 from fuzz.signals import SIGNALS
 from fuzz.target import Target
 from fuzz.texts import TEXTS_TARGETS
 
-TARGETS: dict[str, Target] = {target.name: target for target in (*FILES, *SIGNALS, *TEXTS_TARGETS)}
+TARGETS: dict[str, Target] = {target.name: target for target in (*FILES, QUANTISED, *SIGNALS, *TEXTS_TARGETS)}
 
 
 def _fail(case: bytes) -> None:

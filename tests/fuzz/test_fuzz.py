@@ -8,7 +8,12 @@ from fuzz.supervisor import Report, run_target
 from fuzz.target import CORPUS, RESULT, Target, outcome_of
 from fuzz.targets import TARGETS
 
-CASES = {"checkpoint": 60, "graph": 60, "command": 60}  # of targets whose cases take longer than a few milliseconds
+CASES = {
+    "checkpoint": 60,
+    "graph": 60,
+    "quantised-graph": 60,
+    "command": 60,
+}  # of targets whose cases take longer than a few milliseconds
 MANY_SECONDS = 600.0  # no limit in practice: the number of cases is one
 
 

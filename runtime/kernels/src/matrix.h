@@ -32,7 +32,7 @@ struct Aligned {
   };
   std::unique_ptr<T[], Free> data;
 
-  // Zeroed memory for `count` numbers, and a cache line more, so that loops may prefetch and load whole vectors.
+  // Memory for `count` numbers, and a cache line of zeros, so that loops may prefetch and load whole vectors.
   void allocate(size_t count) {
     size_t bytes = (count * sizeof(T) + 2 * ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     void* pointer = std::aligned_alloc(ALIGNMENT, bytes);

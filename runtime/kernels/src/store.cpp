@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <mutex>
+#include <random>
 #include <unordered_map>
 #include <utility>
 
@@ -10,7 +11,13 @@ namespace {
 struct Store {
   std::mutex lock;
   std::unordered_map<int64_t, std::shared_ptr<const Matrix>> matrices;
-  int64_t last = 0x7466'0000'0000;  // no small number that a file might hold by chance
+  int64_t last = first();
+
+  // A number that a file cannot guess.
+  static int64_t first() {
+    std::random_device random;
+    return static_cast<int64_t>((uint64_t{random()} << 32 | random()) >> 3 | uint64_t{1} << 60);
+  }
 };
 
 Store& store() {

@@ -59,12 +59,14 @@ def few_file_pages(path: Path) -> Iterator[None]:
             drop_file_pages(path)
 
     thread = threading.Thread(target=drop_again, name="tformer-pages", daemon=True)
-    thread.start()
+    with contextlib.suppress(RuntimeError):  # no more threads
+        thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         drop_file_pages(path)
 
 

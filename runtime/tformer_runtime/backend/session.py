@@ -45,6 +45,7 @@ logger = logging.getLogger("tformer")
 
 SessionName = Stage | Literal["top_logits"]  # top_logits: `sampling_graph.top_logits_model`
 DEVICES = ("auto", "cpu", "cuda")
+MAX_OPENING_THREADS = 8  # each holds a matrix
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _DTYPES = {"float": "float32", "double": "float64"}  # onnxruntime's names that are not numpy's
@@ -272,10 +273,16 @@ class Session:
                 self._kernels = kernels if products.count else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None
-            model, folder = stack.enter_context(with_derived_weights(model, folder, os.cpu_count() or 1))
+            model, folder = stack.enter_context(with_derived_weights(model, folder, self._opening_threads))
             sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()
         return sessions
+
+    @property
+    def _opening_threads(self) -> int:
+        """The number of threads that make weights while the file is opened."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(self.threads or cores, MAX_OPENING_THREADS)
 
     def _open_stages(self, model: bytes, folder: Path, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open the sessions of `_load`. folder: of the references of the model."""

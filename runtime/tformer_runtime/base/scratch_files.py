@@ -39,15 +39,17 @@ def scratch_file(size: int) -> Iterator[tuple[BinaryIO, Path]]:
     _delete_left_files(folder)
     file, path = _new_file(folder)
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and not a crash later
-        else:
-            file.truncate(size)
+        if not hasattr(os, "posix_fallocate"):  # a full disk would be a crash later, when a page is written
+            raise OSError("this system cannot reserve the bytes of a file")
+        os.posix_fallocate(file.fileno(), 0, size)
         yield file, path
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-        threading.Thread(target=file.close, daemon=True).start()  # frees the pages, 0.1 s for a gigabyte
+        try:
+            threading.Thread(target=file.close, daemon=True).start()  # frees the pages, 0.1 s for a gigabyte
+        except RuntimeError:  # no more threads
+            file.close()
 
 
 def _new_file(folder: Path) -> tuple[BinaryIO, Path]:

@@ -12,11 +12,11 @@ lets it go, so that never more than a few matrices are in memory twice.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import mmap
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,7 @@ from tformer_runtime.format.onnx_graph import (
     remove_unread,
     tensor_array,
 )
-from tformer_runtime.format.onnx_wire import WireError
-from tformer_runtime.format.product_rewrite import PRODUCTS
+from tformer_runtime.format.product_rewrite import DAMAGE, PRODUCTS, UNPARSED_BRANCHES
 from tformer_runtime.format.stored_weights import StoredWeights, find_packed_weights, find_stored_weights
 from tformer_runtime.format.weight_files import WeightFiles
 
@@ -48,12 +47,9 @@ logger = logging.getLogger("tformer")
 
 PACKED_PRODUCT = "MatMulNBits"
 MIN_DERIVED_BYTES = 1 << 20  # of a model: onnxruntime derives fewer in less time than a scratch file takes
-MAX_GROWTH = 4  # derived numbers for each stored byte: at most two in a byte, and a padded block
-PLACE_BYTES = 1 << 16  # places in the scratch file are multiples of it: of a page, as large as pages are anywhere
+MAX_GROWTH = 6  # derived numbers for each stored byte: two in a byte, in two graphs, and padded blocks
 _DERIVING = (b"Transpose", b"BitwiseXor")  # a model without these operators derives nothing
-
-# A StringStringEntryProto with the key "location". A varint may have more bytes than it needs.
-_LOCATION = re.compile(rb"(?:\x0a|\x8a\x80*\x00)(?:\x08|\x88\x80*\x00)location")
+_KEY = b"location"  # of a reference to a file
 
 
 class _UnexpectedError(Exception):
@@ -62,14 +58,14 @@ class _UnexpectedError(Exception):
 
 @dataclass(frozen=True)
 class _Derived:
-    """A derived weight. write: fills its array. same_as: a stored weight that it equals, in the place of `write`."""
+    """A derived weight. source: the stored weight. write: fills the array; None if the weight is the stored one."""
 
     graph: Graph
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    source: Tensor
     write: Callable[[Array], None] | None
-    same_as: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -89,30 +85,50 @@ def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStac
     """Compute the derived weights. Return as `with_derived_weights` yields; None to leave the model as it is."""
     if os.name != "posix":  # a path relative to the root of all files is not one on another drive
         return None
-    if not any(operator in model for operator in _DERIVING):
+    if not any(operator in model for operator in _DERIVING) or any(name in model for name in UNPARSED_BRANCHES):
         return None
-    try:
-        parsed = parse_model(model)
-        with WeightFiles(folder) as files:
-            weights = list({(id(each.graph), each.name): each for each in _find_derived(parsed.graph, files)}.values())
-            if sum(math.prod(each.shape) for each in weights if each.write) < MIN_DERIVED_BYTES:
-                return None
-            _use_root(parsed, folder, files)
-            size, places = 0, []
-            for each in weights:
-                places.append(size)
-                size += -(-math.prod(each.shape) // PLACE_BYTES) * PLACE_BYTES if each.write else 0
-            file, path = stack.enter_context(scratch_file(size))
-            _write_all(weights, places, file, threads)
-        for each, place in zip(weights, places, strict=True):
-            _put(each, place, path, folder)
-        remove_unread(parsed.graph)
-    except (_UnexpectedError, WireError, UnicodeDecodeError):  # onnxruntime says what is wrong with it
-        return None
-    except (OSError, ValueError) as error:  # no place
-        logger.info("onnxruntime derives the weights itself: %s", error)
-        return None
-    return parsed.encode(), Path("/")
+    with contextlib.ExitStack() as scratch:
+        try:
+            result = _rewritten(model, folder, threads, scratch)
+        except (_UnexpectedError, *DAMAGE):  # onnxruntime says what is wrong with it
+            return None
+        except (OSError, RuntimeError) as error:  # no place, or no thread
+            logger.info("onnxruntime derives the weights itself: %s", error)
+            return None
+        if result is not None:
+            stack.push(scratch.pop_all())
+        return result
+
+
+def _rewritten(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStack) -> tuple[bytes, Path] | None:
+    """Do as `_derive` does, with an error for a model that is left to onnxruntime."""
+    parsed = parse_model(model)
+    with WeightFiles(folder) as files:
+        weights = list({(id(each.graph), each.name): each for each in _find_derived(parsed.graph, files)}.values())
+        sizes = [math.prod(each.shape) if each.write else 0 for each in weights]
+        if sum(sizes) < MIN_DERIVED_BYTES:
+            return None
+        if sum(sizes) > MAX_GROWTH * sum({each.source: each.source.byte_count for each in weights}.values()):
+            raise _UnexpectedError
+        _use_root(parsed, folder, files)
+        *places, size = itertools.accumulate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0)
+        file, path = stack.enter_context(scratch_file(size))
+        _write_all(weights, places, file, threads)
+    _put_all(weights, places, path, folder)
+    remove_unread(parsed.graph)
+    encoded = parsed.encode()
+    written = {(id(each.graph), each.name) for each in weights} | {
+        (id(parsed.graph), n) for n in parsed.graph.initializers
+    }
+    locations = [
+        tensor.location.encode()
+        for graph in parsed.graph.all_graphs()
+        for name, tensor in graph.initializers.items()
+        if tensor.raw is None and tensor.location and (id(graph), name) in written
+    ]
+    if encoded.count(_KEY) != sum(1 + location.count(_KEY) for location in locations):
+        raise _UnexpectedError  # onnxruntime would read a file that this module does not know
+    return encoded, Path("/")
 
 
 def _find_derived(graph: Graph, files: WeightFiles) -> Iterator[_Derived]:
@@ -132,14 +148,7 @@ def _columns(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]
     if found is None or stored is None or (stored.is_plain and stored.tensor.raw is not None):
         return
     write = None if stored.is_plain else _writer_of_columns(stored, files)
-    yield _Derived(
-        found[1],
-        name,
-        np.dtype(np.int8),
-        (stored.inner, stored.columns),
-        write,
-        stored.tensor if stored.is_plain else None,
-    )
+    yield _Derived(found[1], name, np.dtype(np.int8), (stored.inner, stored.columns), stored.tensor, write)
 
 
 def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
@@ -151,7 +160,7 @@ def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
     stored, block = packed
     if stored.block:
         if stored.tensor.raw is None:
-            yield _Derived(found[1], name, np.dtype(np.uint8), stored.tensor.shape, None, stored.tensor)
+            yield _Derived(found[1], name, np.dtype(np.uint8), stored.tensor.shape, stored.tensor, None)
         return
     rows = _array(stored.tensor, files)
 
@@ -159,9 +168,7 @@ def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
         weight_forms.packed_8_bits(rows if stored.is_transposed else rows.T, out)
 
     shape = stored.columns, -(-stored.inner // block), block
-    if math.prod(shape) > MAX_GROWTH * rows.nbytes:
-        raise _UnexpectedError
-    yield _Derived(found[1], name, np.dtype(np.uint8), shape, write)
+    yield _Derived(found[1], name, np.dtype(np.uint8), shape, stored.tensor, write)
 
 
 def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
@@ -186,37 +193,30 @@ def _array(tensor: Tensor, files: WeightFiles) -> Array:
 
 
 def _use_root(model: OnnxModel, folder: Path, files: WeightFiles) -> None:
-    """Let all references into files have paths from the root, so that files of two folders can be read.
+    """Let the references of weights have paths from the root, so that files of two folders can be read.
 
-    Raise _UnexpectedError for a reference to another folder, which onnxruntime refuses, or where none is expected.
+    Raise _UnexpectedError for a reference to another folder, which onnxruntime refuses, or to bytes that are not there.
     """
-    graph = model.graph
-    for inner in graph.all_graphs():
-        others = [*inner.rest, *(node.encoded for node in inner.nodes)]
-        if inner is not graph:
-            others += inner.encoded_initializers.values()
-        if any(map(_LOCATION.search, others)):
-            raise _UnexpectedError
-    if any(map(_LOCATION.search, model.rest)):
-        raise _UnexpectedError
-    for name, tensor in list(graph.initializers.items()):
-        if tensor.location:
+    for name, tensor in list(model.graph.initializers.items()):
+        if tensor.raw is None and tensor.location:
             if not files.has(tensor):
                 raise _UnexpectedError
-            move_reference(graph, name, _from_root(folder / tensor.location))
+            move_reference(model.graph, name, _from_root(folder / tensor.location))
 
 
-def _put(weight: _Derived, place: int, scratch: Path, folder: Path) -> None:
-    """Put a reference in the place of the node that derives a weight."""
-    node = weight.graph.producers[weight.name]
-    weight.graph.nodes.remove(node)
-    weight.graph.index()
-    same = weight.same_as
-    if same is None:
-        where = Place(_from_root(scratch), place, math.prod(weight.shape))
-    else:
-        where = Place(_from_root(folder / same.location), same.offset, same.length)
-    add_reference(weight.graph, weight.name, weight.dtype, weight.shape, where)
+def _put_all(weights: list[_Derived], places: list[int], scratch: Path, folder: Path) -> None:
+    """Put references in the places of the nodes that derive the weights."""
+    for graph in {id(each.graph): each.graph for each in weights}.values():
+        names = {each.name for each in weights if each.graph is graph}
+        graph.nodes = [node for node in graph.nodes if names.isdisjoint(node.outputs)]
+        graph.index()
+    for weight, place in zip(weights, places, strict=True):
+        source = weight.source
+        if weight.write is not None:
+            where = Place(_from_root(scratch), place, math.prod(weight.shape))
+        else:
+            where = Place(_from_root(folder / source.location), source.offset, source.length)
+        add_reference(weight.graph, weight.name, weight.dtype, weight.shape, where)
 
 
 def _from_root(path: Path) -> str:

@@ -393,4 +393,6 @@ def _attribute(content: bytes) -> tuple[str, Attribute | None]:
 
 
 def _text(content: bytes, number: int) -> str:
-    return next((value.content.decode() for value in iter_fields(content) if value.number == number), "")
+    """Return a text of a message: the last one, if a field is there several times, as protobuf has it."""
+    texts = [value.content for value in iter_fields(content) if value.number == number]
+    return texts[-1].decode() if texts else ""

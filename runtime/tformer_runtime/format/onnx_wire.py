@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
 MAX_VARINT_BYTES = 10
+MAX_NUMBER = (1 << 29) - 1  # of a field: a tag has 32 bits, of which protobuf's own readers drop any others
 MAX_HEADER_BYTES = 2 * MAX_VARINT_BYTES  # of a tag, and the varint after it
 _FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length
 
@@ -105,7 +106,7 @@ def _read_header(data: bytes, position: int, end: int) -> tuple[int, int, int, i
         length, position = read_varint(data, position)
     elif wire_type not in _FIXED_BYTES:
         raise WireError
-    if number == 0 or position + length > end:
+    if not 0 < number <= MAX_NUMBER or position + length > end:
         raise WireError
     return number, position, length, value
 

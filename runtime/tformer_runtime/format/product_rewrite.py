@@ -24,6 +24,11 @@ from tformer_runtime.format.weight_files import WeightFiles
 DOMAIN = "ai.tformer"
 OPERATOR = "RowQuantizedMatMul"
 PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
+# Operators with graphs of their own that `onnx_graph` does not parse: what they read is unknown.
+UNPARSED_BRANCHES = (b"SequenceMap", b"BeamSearch", b"GreedySearch", b"Sampling")
+# Errors that a damaged graph causes: no message, names that are no texts, nodes without inputs, values that depend on
+# themselves, sizes without bytes.
+DAMAGE = (WireError, LookupError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 KNOWN_DOMAINS = ("", "ai.onnx", "com.microsoft")  # branches of other operators would be unknown
 
 # Packs the weights of a product and returns a handle of the kernels; None to leave the product as it is.
@@ -37,12 +42,21 @@ def replace_products(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, i
     folder: of the files with the weights.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
-    if DOMAIN.encode() not in model and not any(name.encode() in model for name in PRODUCTS):
+    if OPERATOR.encode() in model:
+        raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
+    if not any(name.encode() in model for name in PRODUCTS) or any(name in model for name in UNPARSED_BRANCHES):
         return model, 0  # a float model is not parsed
     try:
-        parsed = parse_model(model)
-    except (WireError, UnicodeDecodeError):
+        return _rewritten(model, folder, pack)
+    except ModelFileError:
+        raise
+    except DAMAGE:
         return model, 0  # onnxruntime says what is wrong
+
+
+def _rewritten(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
+    """Do as `replace_products` does, for a model that has products."""
+    parsed = parse_model(model)
     domains = {node.domain for graph in parsed.graph.all_graphs() for node in graph.nodes}
     if DOMAIN in domains:
         raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")

@@ -33,9 +33,13 @@ def extract_stage(model: bytes, stage: Stage) -> bytes:
     Raise ModelFileError if the file has another form.
     """
     try:
-        parsed = parse_model(model)
+        return _extract_stage(model, stage)
     except (WireError, UnicodeDecodeError) as error:
         raise ModelFileError("the file's graph is not whole: it is damaged, export the model again") from error
+
+
+def _extract_stage(model: bytes, stage: Stage) -> bytes:
+    parsed = parse_model(model)
     graph = parsed.graph
     choice = _find_choice(graph)
     branch = choice.branches.get(_BRANCHES[stage])

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tformer_runtime.base.arrays import Array
-from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, DATA_TYPE_UINT8
+from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, DATA_TYPE_UINT8, NODE_ATTRIBUTE
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
+from tformer_runtime.format.onnx_wire import iter_fields
 from tformer_runtime.format.weight_files import WeightFiles
 
 MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
 MAX_TABLE_VALUES = 1 << 16  # of the table that unpacks 4 bits
 BYTE_VALUES = 256
+MAX_DEPTH, MAX_INPUTS = 16, 4  # of the nodes that compute that table
+_SHAPING = ("Unsqueeze", "Expand", "Concat", "Mul", "Reshape", "Cast")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,21 @@ class StoredWeights:
 
 
 def find_stored_weights(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
-    """Return the stored form of the int8 value (K, N) of this name; None for other values."""
+    """Return the stored form of the int8 value (K, N) of this name; None for other values.
+
+    The weights have as many bytes as their shapes say.
+    """
+    return _whole(_find_columns(graph, name, files), files)
+
+
+def _whole(stored: StoredWeights | None, files: WeightFiles) -> StoredWeights | None:
+    """Return weights if their bytes are there; else None."""
+    if stored is None or not files.is_whole(stored.tensor):
+        return None
+    return stored if stored.factors is None or files.is_whole(stored.factors) else None
+
+
+def _find_columns(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
     tensor = graph.find_tensor(name)
     if tensor is not None:
         if tensor.dtype != np.int8 or len(tensor.shape) != 2:
@@ -60,7 +77,11 @@ def find_stored_weights(graph: Graph, name: str, files: WeightFiles) -> StoredWe
         return None
     node, home = found
     if is_operator(node, "Concat", 1):
-        return find_stored_weights(home, node.inputs[0], files)
+        tensor = home.find_tensor(node.inputs[0])
+        if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
+            return None
+        inner, columns = tensor.shape
+        return StoredWeights(tensor, inner, columns)
     if not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
         return None
     return _find_rows(home, node.inputs[0], files)
@@ -82,24 +103,26 @@ def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[St
         if tensor is None or tensor.dtype != np.uint8 or len(tensor.shape) != 3:
             return None
         columns, blocks, size = tensor.shape
-        return StoredWeights(tensor, blocks * size, columns, block=size), size
+        stored = _whole(StoredWeights(tensor, blocks * size, columns, block=size), files)
+        return (stored, size) if stored is not None else None
     if not is_operator(node, "Reshape", 2):
         return None
-    sizes, above = _integers(home, node.inputs[1], files), _node(home, node.inputs[0])
+    sizes, above, padding = _integers(home, node.inputs[1], files), _node(home, node.inputs[0]), 0
     if above is not None and is_operator(above, "Pad", 3):
         pads, filling = (_integers(home, each, files) for each in above.inputs[1:])
-        if pads is None or pads[:3] != [0, 0, 0] or filling != [MIDDLE]:
+        if pads is None or len(pads) != 4 or pads[:3] != [0, 0, 0] or filling != [MIDDLE] or _has_attributes(above):
             return None
+        padding = pads[3]
         above = _node(home, above.inputs[0])
     if above is None or not is_operator(above, "BitwiseXor", 2) or _integers(home, above.inputs[1], files) != [MIDDLE]:
         return None
     cast = _node(home, above.inputs[0])
     if cast is None or not is_operator(cast, "Cast", 1) or cast.attributes() != {"to": DATA_TYPE_UINT8}:
         return None
-    stored = _find_int8(home, cast.inputs[0])
+    stored = _whole(_find_int8(home, cast.inputs[0]), files)
     if stored is None or sizes is None or len(sizes) != 3 or sizes[:2] != [stored.columns, -1] or sizes[2] < 1:
         return None
-    return stored, sizes[2]
+    return (stored, sizes[2]) if padding == -stored.inner % sizes[2] else None
 
 
 def _find_int8(graph: Graph, name: str) -> StoredWeights | None:
@@ -197,23 +220,43 @@ def _unpacks_pairs(table: Array | None) -> bool:
     return np.array_equal(table, (factors * numbers).reshape(-1, 2))
 
 
-def evaluate(graph: Graph, name: str, files: WeightFiles, depth: int = 0) -> Array | None:
-    """Return a small constant that is computed from weights by operators which change shapes; None for other values."""
+def evaluate(
+    graph: Graph, name: str, files: WeightFiles, known: dict[str, Array | None] | None = None, depth: int = 0
+) -> Array | None:
+    """Return a small constant that is computed from weights by operators which change shapes; None for other values.
+
+    known: values that were computed before, so that each is computed once.
+    """
+    known = {} if known is None else known
+    if name not in known:
+        known[name] = None  # for a value that depends on itself
+        known[name] = _evaluate(graph, name, files, known, depth)
+    return known[name]
+
+
+def _evaluate(graph: Graph, name: str, files: WeightFiles, known: dict[str, Array | None], depth: int) -> Array | None:
     tensor = graph.find_tensor(name)
     if tensor is not None:
         small = 0 < tensor.byte_count <= MAX_TABLE_VALUES * 8
         return tensor_array(tensor, files.read) if small else None
     node = _node(graph, name)
-    if node is None or node.domain or depth > 16:
+    if (
+        node is None
+        or node.domain
+        or node.op_type not in _SHAPING
+        or depth > MAX_DEPTH
+        or len(node.inputs) > MAX_INPUTS
+    ):
         return None
-    inputs = [evaluate(graph, name, files, depth + 1) for name in node.inputs]
+    inputs = [evaluate(graph, each, files, known, depth + 1) for each in node.inputs]
     if not inputs or any(array is None for array in inputs):
         return None
     arrays = [array for array in inputs if array is not None]
-    attributes = node.attributes()
+    if sum(array.size for array in arrays) > MAX_TABLE_VALUES:
+        return None
     try:
-        result = _run(node.op_type, arrays, attributes)
-    except (ValueError, IndexError, TypeError, OverflowError, MemoryError):
+        result = _run(node.op_type, arrays, node.attributes())
+    except (ValueError, LookupError, TypeError, OverflowError, MemoryError):
         return None
     return result if result is not None and result.size <= MAX_TABLE_VALUES else None
 
@@ -241,8 +284,12 @@ def _run(operator: str, arrays: list[Array], attributes: dict[str, Attribute]) -
 
 
 def is_operator(node: Node, op_type: str, inputs: int) -> bool:
-    """Return whether a node is this standard operator with so many inputs."""
-    return node.op_type == op_type and not node.domain and len(node.inputs) == inputs
+    """Return whether a node is this standard operator with so many inputs, and one output."""
+    return node.op_type == op_type and not node.domain and len(node.inputs) == inputs and len(node.outputs) == 1
+
+
+def _has_attributes(node: Node) -> bool:
+    return any(field.number == NODE_ATTRIBUTE for field in iter_fields(node.encoded))
 
 
 def _node(graph: Graph, name: str) -> Node | None:

@@ -29,10 +29,23 @@ class WeightFiles:
     ) -> None:
         self._files.clear()  # a mapping ends with the last array that reads it
 
+    def is_whole(self, tensor: Tensor) -> bool:
+        """Return whether a weight has as many bytes as its shape says, in the model or in a file of the folder."""
+        if tensor.byte_count <= 0 or min(tensor.shape, default=1) <= 0:
+            return False
+        return len(tensor.raw) == tensor.byte_count if tensor.raw is not None else self.has(tensor)
+
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a file of the folder has the bytes of a weight."""
+        """Return whether a file of the folder has the bytes of a weight, as many as its shape says if that is known."""
         mapped = self._map(tensor.location)
-        return mapped is not None and tensor.offset >= 0 and tensor.offset + tensor.length <= len(mapped)
+        fits = tensor.dtype is None or tensor.length == tensor.byte_count
+        return (
+            mapped is not None
+            and fits
+            and tensor.offset >= 0
+            and tensor.length > 0
+            and tensor.offset + tensor.length <= len(mapped)
+        )
 
     def read(self, tensor: Tensor) -> Array:
         """Return the bytes of a weight, uint8; empty if the file does not have them."""

@@ -22,10 +22,13 @@ from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime.backend import session as session_module
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base import scratch_files
+from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format import derived_weights
 from tformer_runtime.format.derived_weights import with_derived_weights
 from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.onnx_wire import bytes_field
+from tformer_runtime.format.product_rewrite import replace_products
 
 VOCABULARY = 200
 
@@ -202,6 +205,7 @@ def _attribute_outside(graph):
     for key, value in (("location", "etc/passwd"), ("offset", "0"), ("length", "16")):
         tensor.external_data.add(key=key, value=value)
     graph.node.append(helper.make_node("Constant", [], ["stolen"], value=tensor))
+    graph.output.append(helper.make_tensor_value_info("stolen", TensorProto.FLOAT, [4]))
 
 
 def _too_long(graph):
@@ -219,7 +223,31 @@ def _loud_factor(graph):
     factors.CopyFrom(numpy_helper.from_array(values, factors.name))
 
 
-CHANGES = [_outside, _attribute_outside, _too_long, _no_number, _loud_factor]
+def _multiplied_often(graph):
+    """A chain of products that each read their operand many times."""
+    name = _initializer(graph, "unpack.numbers").name
+    for i in range(16):
+        graph.node.insert(i, helper.make_node("Mul", [name] * 40, [f"chain{i}"]))
+        name = f"chain{i}"
+    next(n for n in graph.node if n.op_type == "Gather" and n.input[0].endswith("unpack.pairs")).input[0] = name
+
+
+def _transposes_often(graph):
+    """Many derived weights of one stored weight, which would fill a disk."""
+    table = _initializer(graph, ".int8").name
+    for i in range(60):
+        graph.node.insert(0, helper.make_node("Transpose", [table], [f"copy{i}"], perm=[1, 0]))
+        graph.node.append(helper.make_node("MatMulInteger", ["x", f"copy{i}"], [f"product{i}"]))
+
+
+def _hidden_branch(graph):
+    graph.node.append(helper.make_node("SequenceMap", ["x"], ["s"], name="body"))
+
+
+CHANGES = [
+    *(_outside, _attribute_outside, _too_long, _no_number, _loud_factor),
+    *(_transposes_often, _hidden_branch),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -229,8 +257,29 @@ def test_a_damaged_or_hostile_model_is_left_to_onnxruntime(change, tmp_path):
         assert result == (model, folder)
 
 
-def test_other_numbers_in_the_table_are_left_to_onnxruntime(tmp_path):
-    model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), _other_table)
+@pytest.mark.parametrize("change", [_other_table, _multiplied_often], ids=lambda change: change.__name__)
+def test_other_numbers_in_the_table_are_left_to_onnxruntime(change, tmp_path):
+    model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), change)
     with with_derived_weights(model, folder, 2) as (rewritten, _):
         names = {name for node in onnx.load_from_string(rewritten).graph.node for name in node.output}
         assert any(name.endswith(".pairs") for name in names)
+
+
+def test_a_location_that_protobuf_reads_otherwise_is_seen(tmp_path):
+    """Protobuf takes the last of several fields, and drops bits of a tag beyond 32: both hide a key from readers."""
+    model, folder = read_mapped_model(quantised_file(tmp_path, 100, 4, "throughput"))
+    tensor = TensorProto(name="stolen", data_type=TensorProto.FLOAT, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key in (b"\x0a\x01l\x0a\x08location", b"\x8a\x80\x80\x80\x10\x08location"):
+        entries = [key + b"\x12\x0aetc/passwd", b"\x0a\x06length\x12\x0216"]
+        encoded = tensor.SerializeToString() + b"".join(bytes_field(13, entry) for entry in entries)
+        output = helper.make_tensor_value_info("stolen", TensorProto.FLOAT, [4]).SerializeToString()
+        hostile = model + bytes_field(7, bytes_field(5, encoded) + bytes_field(12, output))
+        with with_derived_weights(hostile, folder, 2) as result:
+            assert result == (hostile, folder)
+
+
+def test_a_file_with_an_operator_of_the_kernels_is_refused(tmp_path):
+    """Protobuf drops the bits of a tag beyond 32, so that a reader may see no domain."""
+    node = bytes_field(4, b"RowQuantizedMatMul") + b"\xba\x80\x80\x80\x10\x0aai.tformer"
+    with pytest.raises(ModelFileError, match=r"ai\.tformer"):
+        replace_products(bytes_field(7, bytes_field(1, node)), tmp_path, lambda product, files: None)
