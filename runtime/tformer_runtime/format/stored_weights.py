@@ -68,23 +68,24 @@ def _whole(stored: StoredWeights | None, files: WeightFiles) -> StoredWeights | 
 def _find_columns(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
     tensor = graph.find_tensor(name)
     if tensor is not None:
-        if tensor.dtype != np.int8 or len(tensor.shape) != 2:
-            return None
-        inner, columns = tensor.shape
-        return StoredWeights(tensor, inner, columns)
+        return _plain(tensor)
     found = graph.find_producer(name)
     if found is None:
         return None
     node, home = found
     if is_operator(node, "Concat", 1):
-        tensor = home.find_tensor(node.inputs[0])
-        if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
-            return None
-        inner, columns = tensor.shape
-        return StoredWeights(tensor, inner, columns)
+        return _plain(home.find_tensor(node.inputs[0]))
     if not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
         return None
     return _find_rows(home, node.inputs[0], files)
+
+
+def _plain(tensor: Tensor | None) -> StoredWeights | None:
+    """Return a weight as columns (K, N) that are stored as they are; None for other types."""
+    if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
+        return None
+    inner, columns = tensor.shape
+    return StoredWeights(tensor, inner, columns)
 
 
 def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[StoredWeights, int] | None:
