@@ -20,7 +20,7 @@ from typing import TextIO
 from tformer_export.common.onnx_writer import data_file
 from tformer_runtime.base.errors import OutputError
 from tformer_runtime.base.special_files import check_output_name
-from tformer_runtime.base.whole_files import lock_in_place
+from tformer_runtime.base.whole_files import lock_in_place, lock_without_waiting
 
 if sys.platform != "win32":
     import fcntl
@@ -96,8 +96,8 @@ def _sweep(out: Path) -> None:
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
         with contextlib.suppress(OSError), (folder / LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if lock_without_waiting(file):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(written: Path, out: Path) -> int:

@@ -26,9 +26,10 @@ from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
-from tformer_runtime.format.product_rewrite import replace_products
+from tformer_runtime.format.product_rewrite import PACKED_PRODUCT, replace_products
 from tformer_runtime.format.quantized_product import QuantizedProduct
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.format.weight_forms import MIDDLE
 
 logger = logging.getLogger("tformer")
 
@@ -48,9 +49,6 @@ BITS_OF_PATH: dict[str, tuple[int, ...]] = {
     "scalar": (),
 }
 ALL_BITS = (8, 4)
-SMALL_BATCH_OPERATOR = b"MatMulNBits"
-PACKING_THREADS = 8  # at most
-MIDDLE_BIT = 0x80  # turns uint8 around 128 into int8
 LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
 
@@ -76,14 +74,13 @@ class NativeKernels:
         self._pack4.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer, pointer, count]
         self._pack8.restype = self._pack4.restype = integer
         self._release.argtypes, self._release.restype = [integer], ctypes.c_int32
-        self._threads = min(PACKING_THREADS, os.cpu_count() or 1)
 
     @property
     def description(self) -> str:
         """The kernels in words, such as "native kernels avx512vnni"."""
         return f"native kernels {self.path}"
 
-    def pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
+    def pack(self, product: QuantizedProduct, files: WeightFiles, threads: int) -> int | None:
         """Pack the weights of a product and return their handle; None if the kernels refuse them.
 
         The array in the file is read once, by several threads. The handle must be given to `release`.
@@ -94,13 +91,13 @@ class NativeKernels:
         if stored is None or stored.size == 0 or (weights.factors is not None and factors is None):
             return None
         path, bias_pointer = self.path.encode(), None if bias is None else bias.ctypes.data
-        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, self._threads
+        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, threads
         if factors is not None:
             handle = self._pack4(path, stored.ctypes.data, factors.ctypes.data, weights.block, *rest)
         else:
             bytes_of_column = stored[0].nbytes
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
-            handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE_BIT if weights.block else 0, *rest)
+            handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.block else 0, *rest)
         files.drop_pages(weights.tensor)
         return int(handle) if handle > 0 else None
 
@@ -116,8 +113,10 @@ class LoadingProducts:
     has_small_batch_form: whether a session has onnxruntime's kernels for few rows.
     """
 
-    def __init__(self, kernels: NativeKernels) -> None:
+    def __init__(self, kernels: NativeKernels, threads: int = 1) -> None:
+        """Pack nothing yet. threads: that pack a matrix."""
         self.kernels, self.count, self.has_small_batch_form = kernels, 0, False
+        self._threads = threads
         self._handles: dict[tuple[Any, ...], int | None] = {}
 
     def __enter__(self) -> LoadingProducts:
@@ -136,7 +135,7 @@ class LoadingProducts:
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
         model, self.count = replace_products(model, folder, self._pack)
-        self.has_small_batch_form = SMALL_BATCH_OPERATOR in model
+        self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
     def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
@@ -147,7 +146,7 @@ class LoadingProducts:
         bias = None if product.bias is None else product.bias.tobytes()
         key = weights, product.scale.tobytes(), bias
         if key not in self._handles:
-            self._handles[key] = self.kernels.pack(product, files)
+            self._handles[key] = self.kernels.pack(product, files, self._threads)
         return self._handles[key]
 
 

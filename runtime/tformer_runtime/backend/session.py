@@ -268,7 +268,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
-                products = stack.enter_context(LoadingProducts(kernels))
+                products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
                 model = products.rewrite(model, folder)
                 self._kernels = kernels if products.count else None
                 if products.count and not products.has_small_batch_form:

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tformer_runtime.base.whole_files import lock_in_place
-
-if sys.platform != "win32":
-    import fcntl
+from tformer_runtime.base.whole_files import lock_in_place, lock_without_waiting
 
 PREFIX = "tformer-scratch-"
 
@@ -69,16 +65,5 @@ def _delete_left_files(folder: Path) -> None:
         with contextlib.suppress(OSError):  # of another user, or deleted in the meantime
             flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
             with os.fdopen(os.open(path, flags), "r+b", buffering=0) as file:
-                if os.fstat(file.fileno()).st_uid == os.getuid() and _is_free(file):
+                if os.fstat(file.fileno()).st_uid == os.getuid() and lock_without_waiting(file):
                     path.unlink()
-
-
-def _is_free(file: BinaryIO) -> bool:
-    """Lock a file without waiting. Return whether nobody else holds it."""
-    if sys.platform == "win32":
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

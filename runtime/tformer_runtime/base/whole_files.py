@@ -63,3 +63,14 @@ def lock_in_place(file: IO[Any], path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def lock_without_waiting(file: IO[Any]) -> bool:
+    """Lock an open file. Return whether nobody else holds it; False on Windows, and on a file system without locks."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

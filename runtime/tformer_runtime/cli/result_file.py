@@ -29,9 +29,7 @@ from typing import Any, BinaryIO
 
 from tformer_runtime.base.errors import OutputError, quotable
 from tformer_runtime.base.special_files import check_output_name
-
-if sys.platform != "win32":
-    import fcntl
+from tformer_runtime.base.whole_files import lock_without_waiting
 
 JOURNAL_INTERVAL_RESULTS = 256  # unrecorded results after which the journal is written
 JOURNAL_INTERVAL_SECONDS = 1.0  # or after this time
@@ -155,12 +153,9 @@ class ResultFile:
         with self._writing():
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)  # a link may lead to a file of another
             self._file = os.fdopen(os.open(self._part, flags, 0o666), "r+b")
-        if sys.platform != "win32":
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                self._file.close()
-                raise OutputError(f"another run is writing {self._part}") from None
+        if sys.platform != "win32" and not lock_without_waiting(self._file):
+            self._file.close()
+            raise OutputError(f"another run is writing {self._part}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -39,16 +39,16 @@ from tformer_runtime.format.onnx_graph import (
     remove_unread,
     tensor_array,
 )
-from tformer_runtime.format.product_rewrite import DAMAGE, PRODUCTS, UNPARSED_BRANCHES
+from tformer_runtime.format.product_rewrite import DAMAGE, PACKED_PRODUCT, PRODUCTS, UNPARSED_BRANCHES
 from tformer_runtime.format.stored_weights import StoredWeights, find_packed_weights, find_stored_weights
 from tformer_runtime.format.weight_files import WeightFiles
 
 logger = logging.getLogger("tformer")
 
-PACKED_PRODUCT = "MatMulNBits"
 MIN_DERIVED_BYTES = 1 << 20  # of a model: onnxruntime derives fewer in less time than a scratch file takes
 MAX_GROWTH = 6  # derived numbers for each stored byte: two in a byte, in two graphs, and padded blocks
 _DERIVING = (b"Transpose", b"BitwiseXor")  # a model without these operators derives nothing
+_READING = tuple(name.encode() for name in (*PRODUCTS, PACKED_PRODUCT))  # nor does one without these
 _KEY = b"location"  # of a reference to a file
 
 
@@ -85,7 +85,9 @@ def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStac
     """Compute the derived weights. Return as `with_derived_weights` yields; None to leave the model as it is."""
     if os.name != "posix":  # a path relative to the root of all files is not one on another drive
         return None
-    if not any(operator in model for operator in _DERIVING) or any(name in model for name in UNPARSED_BRANCHES):
+    if not all(any(name in model for name in names) for names in (_DERIVING, _READING)):
+        return None  # without parsing it
+    if any(name in model for name in UNPARSED_BRANCHES):
         return None
     with contextlib.ExitStack() as scratch:
         try:

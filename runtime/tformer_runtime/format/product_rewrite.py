@@ -24,6 +24,7 @@ from tformer_runtime.format.weight_files import WeightFiles
 DOMAIN = "ai.tformer"
 OPERATOR = "RowQuantizedMatMul"
 PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
+PACKED_PRODUCT = "MatMulNBits"  # of the form for few rows
 # Operators with graphs of their own that `onnx_graph` does not parse: what they read is unknown.
 UNPARSED_BRANCHES = (b"SequenceMap", b"BeamSearch", b"GreedySearch", b"Sampling")
 # Errors that a damaged graph causes: no message, names that are no texts, nodes without inputs, values that depend on
@@ -133,7 +134,7 @@ def _chooses_few_rows(graph: Graph, node: Node) -> bool:
     many_rows = node.branches["else_branch"]
     distinct = len(set(many_rows.outputs)) == len(node.outputs)  # an output that is renamed must have one name
     computed = all(name in many_rows.producers for name in many_rows.outputs)
-    return distinct and computed and any(inner.op_type == "MatMulNBits" for inner in few_rows.nodes)
+    return distinct and computed and any(inner.op_type == PACKED_PRODUCT for inner in few_rows.nodes)
 
 
 def _has_products(graph: Graph) -> bool:

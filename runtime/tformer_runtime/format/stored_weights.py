@@ -16,8 +16,8 @@ from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
 from tformer_runtime.format.onnx_wire import iter_fields
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.format.weight_forms import INT4_OFFSET, MIDDLE
 
-MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
 MAX_TABLE_VALUES = 1 << 16  # of the table that unpacks 4 bits
 BYTE_VALUES = 256
 MAX_DEPTH, MAX_INPUTS = 16, 4  # of the nodes that compute that table
@@ -216,7 +216,7 @@ def _unpacks_pairs(table: Array | None) -> bool:
     if table is None or table.ndim != 2 or table.shape[1] != 2 or len(table) % BYTE_VALUES:
         return False
     byte = np.arange(BYTE_VALUES)
-    numbers = np.stack([byte % 16 - 8, byte // 16 - 8], 1)
+    numbers = np.stack([byte % 16, byte // 16], 1) - INT4_OFFSET
     factors = np.arange(len(table) // BYTE_VALUES)[:, None, None]
     return np.array_equal(table, (factors * numbers).reshape(-1, 2))
 

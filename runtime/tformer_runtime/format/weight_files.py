@@ -50,8 +50,7 @@ class WeightFiles:
     def read(self, tensor: Tensor) -> Array:
         """Return the bytes of a weight, uint8; empty if the file does not have them."""
         mapped = self._map(tensor.location)
-        end = tensor.offset + tensor.length
-        if mapped is None or tensor.offset < 0 or tensor.length <= 0 or end > len(mapped):
+        if mapped is None or not self.has(tensor):
             return np.empty(0, np.uint8)
         return np.frombuffer(mapped, np.uint8, tensor.length, tensor.offset)
 

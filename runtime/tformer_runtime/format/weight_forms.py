@@ -14,6 +14,7 @@ from tformer_runtime.base.arrays import Array
 
 BLOCK_COLUMNS, STRIP_COLUMNS = 1024, 64  # of one block, and of one step of its transposition
 INT4_OFFSET = 8  # a stored number of 4 bits is 0 … 15 for -8 … 7
+MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
 MAX_FACTOR = 8  # of a block of 4 bits: m · q is an int8
 
 
@@ -61,7 +62,7 @@ def columns_of_8_bits(packed: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) 
     """
     rows = packed.reshape(len(packed), -1)[:, : len(out)]
     transpose(rows, out.view(np.uint8))
-    np.bitwise_xor(out.view(np.uint8), 128, out=out.view(np.uint8))
+    np.bitwise_xor(out.view(np.uint8), MIDDLE, out=out.view(np.uint8))
 
 
 def packed_8_bits(rows: npt.NDArray[np.int8], out: npt.NDArray[np.uint8]) -> None:
@@ -74,5 +75,5 @@ def packed_8_bits(rows: npt.NDArray[np.int8], out: npt.NDArray[np.uint8]) -> Non
     for begin in range(0, count, STRIP_COLUMNS):
         strip = filled[begin : begin + STRIP_COLUMNS]
         strip[:, :inner] = rows[begin : begin + STRIP_COLUMNS].view(np.uint8)
-        strip[:, :inner] ^= 128
-        strip[:, inner:] = 128
+        strip[:, :inner] ^= MIDDLE
+        strip[:, inner:] = MIDDLE
