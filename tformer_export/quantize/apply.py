@@ -124,7 +124,9 @@ def _calibrate(
     if options.quantization.kv_cache == "int8":
         fit_samples = (samples or draw_samples(gate, before)).fit_data
         manifest = quantize_caches(compiled.model, manifest, before, [*fit_samples, draw_long_sample(gate, before)])
-    planner = BitPlanner(compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder)
+    planner = BitPlanner(
+        compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder, options.optimize_for
+    )
     if options.quantization.weights == "none":
         return planner, manifest
     if options.quantization.activation_scales == STATIC:

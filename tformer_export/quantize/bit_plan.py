@@ -12,6 +12,7 @@ import onnx_ir as ir
 from tformer_export.calibration.samples import Sample, Samples
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.onnx_writer import temporary_model
+from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.quantize.activations_int8 import StaticScale
 from tformer_export.quantize.fixed_ranges import learn_static_scales
 from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
@@ -104,14 +105,17 @@ class BitPlanner:
     """Makes plans for one compiled model."""
 
     def __init__(
-        self, model: ir.Model, manifest: Manifest, before: Engine, samples: Callable[[], Samples], folder: Path
-    ) -> None:
+        self, model: ir.Model, manifest: Manifest, before: Engine, samples: Callable[[], Samples], folder: Path,
+        optimize_for: str = THROUGHPUT,
+    ) -> None:  # fmt: skip
         """Copy the graph of the model, which shares its weights, so that the caller may rewrite the model.
 
         before: an engine of the unquantised file.
         samples: called when samples are first needed.
         folder: for temporary copies of the model.
+        optimize_for: chooses the blocks of 4 bits.
         """
+        self.optimize_for = optimize_for
         self.model, self.manifest, self.before = model.clone(), manifest, before
         self._samples, self.folder = samples, folder
         self.static_scales: dict[str, StaticScale] = {}  # by the name of a product
@@ -122,7 +126,7 @@ class BitPlanner:
 
     @cached_property
     def matrices(self) -> list[Matrix]:
-        return find_matrices(self.model)
+        return find_matrices(self.model, self.optimize_for)
 
     @cached_property
     def rounding(self) -> Rounding:

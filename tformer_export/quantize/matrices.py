@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.quantize.rewrite import MIN_WEIGHT_VALUES, constant_weight, embedding_table
 from tformer_export.quantize.rounding import round_nearest
 from tformer_export.quantize.weight_storage import digest
@@ -31,6 +32,7 @@ class Matrix:
     initializers: dict[str, bool] = field(default_factory=dict)
     inputs: list[ir.Value] = field(default_factory=list)
     is_table: bool = False
+    optimize_for: str = THROUGHPUT
 
     @property
     def name(self) -> str:
@@ -58,9 +60,9 @@ class Matrix:
         return array.T if is_transposed else array
 
     @property
-    def block(self) -> int:
-        """Return the number of rows of a block in 4 bits."""
-        return round_nearest.block_rows(self.shape[0])
+    def blocks(self) -> round_nearest.Blocks:
+        """Return the blocks in 4 bits."""
+        return round_nearest.int4_blocks(self.shape[0], self.optimize_for)
 
     def size(self, bits: int) -> int:
         """Return the bytes in the file in this number of bits, scales included."""
@@ -69,13 +71,14 @@ class Matrix:
             return 4 * k * n
         if bits == 8:
             return k * n + 4 * n
-        blocks = -(-k // self.block)
-        return blocks * self.block // 2 * n + blocks * n + 4 * n
+        rows = self.blocks.rows
+        return -(-k // rows) * (rows // 2 + 1) * n + 4 * n
 
 
-def find_matrices(model: ir.Model) -> list[Matrix]:
+def find_matrices(model: ir.Model, optimize_for: str = THROUGHPUT) -> list[Matrix]:
     """Return the matrices that `quantize` would rewrite, in the order of their first products.
 
+    optimize_for: chooses the blocks of 4 bits.
     Cost: one pass over the weights.
     """
     matrices: dict[bytes, Matrix] = {}
@@ -88,7 +91,7 @@ def find_matrices(model: ir.Model) -> list[Matrix]:
         if name not in model.graph.initializers:
             continue
         key = digest(weight.array().T)
-        matrix = matrices.setdefault(key, Matrix(weight.shape, is_table=key in tables))
+        matrix = matrices.setdefault(key, Matrix(weight.shape, is_table=key in tables, optimize_for=optimize_for))
         matrix.products.append(str(node.name))
         matrix.initializers[name] = weight.is_transposed
         matrix.inputs.append(node.inputs[0])

@@ -119,7 +119,9 @@ def quantize_weights(
         and (width := bits_of(str(node.name))) in few_rows
     ]
     branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
-    rewriter = _QuantizationRewriter(model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales)
+    rewriter = _QuantizationRewriter(
+        model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales, optimize_for
+    )
     rewriter.parts.small_batch_limit = max(limits) if branches else None
     for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
         for graph in (model.graph, *model.graph.subgraphs()):
@@ -176,12 +178,13 @@ class _QuantizationRewriter:
         integers: Mapping[str, round_nearest.Integers],
         on_cpu: bool,
         static_scales: Mapping[str, StaticScale],
+        optimize_for: str,
     ) -> None:
         self.on_cpu, self.static_scales = on_cpu, static_scales
         self.model, self.bits, self.branches = model, bits, branches
         self.few_rows_graph = branches and branches.few
         self.parts = QuantizedParts()
-        self.store = WeightStore(model, integers)
+        self.store = WeightStore(model, integers, optimize_for)
         self.operands = ActivationQuantizer(self.store, on_cpu)
         graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {
@@ -240,14 +243,14 @@ class _QuantizationRewriter:
 
     def _for_few_rows(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix) -> None:
         """Replace a product by its form for few rows."""
-        packed, scales = matrix.packed(self._home(graph))
+        packed, scales, zeros = matrix.packed(self._home(graph))
         bias, last = _bias_of(node)
         bias_fits = _is_bias_by_column(bias, matrix)
         inner, columns = matrix.shape
         sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
         product = ir.node(
             "MatMulNBits",
-            [node.inputs[0], packed, scales, *((None, None, bias) if bias_fits else ())],
+            [node.inputs[0], packed, scales, *((zeros, None, bias) if bias_fits else (zeros,) if zeros else ())],
             {**sizes, "accuracy_level": INT8_ACTIVATIONS},
             domain=CONTRIB,
             version=1,

@@ -17,7 +17,10 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant
+from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.quantize.rounding import round_nearest
+
+Packed = tuple[ir.Value, ir.Value, ir.Value | None]
 
 
 @dataclass
@@ -26,7 +29,8 @@ class StoredMatrix:
 
     scale: float32 (N,).
     columns: graph → int8 (K, N); multiplied by the column's scale they are the weights.
-    packed: graph → the operand of MatMulNBits, and its block scales (N, ⌈K / block⌉).
+    packed: graph → operands of MatMulNBits: the weights, the scales of blocks (N, ⌈K / block⌉), and their zero points,
+        which 4 bits have.
     """
 
     name: str
@@ -35,17 +39,20 @@ class StoredMatrix:
     shape: tuple[int, int]
     scale: np.ndarray
     columns: Callable[[ir.Graph], ir.Value]
-    packed: Callable[[ir.Graph], tuple[ir.Value, ir.Value]]
+    packed: Callable[[ir.Graph], Packed]
 
 
 class WeightStore:
     """The integers of a model. A matrix that is used twice is stored once.
 
     integers: name of a product → its integers; other products are rounded to nearest.
+    optimize_for: chooses the blocks of 4 bits.
     """
 
-    def __init__(self, model: ir.Model, integers: Mapping[str, round_nearest.Integers]) -> None:
-        self.model, self.integers = model, integers
+    def __init__(
+        self, model: ir.Model, integers: Mapping[str, round_nearest.Integers], optimize_for: str = THROUGHPUT
+    ) -> None:
+        self.model, self.integers, self.optimize_for = model, integers, optimize_for
         self._tables: dict[bytes, tuple[ir.Value, np.ndarray]] = {}
         self._matrices: dict[tuple[bytes, int], StoredMatrix] = {}
         self._derived: dict[tuple[ir.Graph, str], ir.Value] = {}
@@ -103,7 +110,7 @@ class WeightStore:
         block = round_nearest.block_rows(inner)
         stored = self.constant(f"{name}.int8", quantized)
 
-        def pack(home: ir.Graph) -> tuple[ir.Value, ir.Value]:
+        def pack(home: ir.Graph) -> Packed:
             return self._pack(home, name, self._transpose(home, f"{name}.rows", stored), scale, block, inner)
 
         return StoredMatrix(
@@ -126,45 +133,58 @@ class WeightStore:
         return StoredMatrix(
             name, 8, block, (inner, columns), scale,
             columns=unpack,
-            packed=lambda home: (self._local(home, stored), self._scales(home, name, scale, inner, block)),
+            packed=lambda home: (self._local(home, stored), self._scales(home, name, scale, inner, block), None),
         )  # fmt: skip
 
     def _of_4_bits(self, name: str, weight: np.ndarray) -> StoredMatrix:
-        """Store the matrix in 4 bits as MatMulNBits reads it, with the multiplier of each block."""
+        """Store the matrix in 4 bits as MatMulNBits reads it, with the code of each block."""
         inner, columns = weight.shape
-        block = round_nearest.block_rows(inner)
-        quantized, multipliers, scale = (
-            self.integers[name] if name in self.integers else round_nearest.in_blocks(weight, block)
+        blocks = round_nearest.int4_blocks(inner, self.optimize_for)
+        quantized, numbers, scale = (
+            self.integers[name] if name in self.integers else round_nearest.in_blocks(weight, blocks)
         )
-        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 4, block))
-        factors = self.constant(f"{name}.factors", np.ascontiguousarray(multipliers.T))  # (N, ⌈K / block⌉)
+        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 4, blocks.rows))
+        codes = self.constant(f"{name}.codes", np.ascontiguousarray(numbers.T))  # (N, ⌈K / block⌉)
 
         def unpack(home: ir.Graph) -> ir.Value:
-            # m · q in int8 (K, N). One lookup unpacks both numbers of a byte. onnxruntime would not compute the
-            # results of a DequantizeLinear when it loads the file.
+            # int8 (K, N). One lookup unpacks both numbers of a byte. onnxruntime would not compute the results of a
+            # DequantizeLinear when it loads the file.
             byte = self._derive(home, "Cast", [stored], f"{name}.byte", to=ir.DataType.INT32)
-            factor = self._derive(home, "Cast", [factors], f"{name}.factor", to=ir.DataType.INT32)
-            first = self._derive(home, "Mul", [factor, self.constant("unpack.bytes", np.int32(256))], f"{name}.first")
+            code = self._derive(home, "Cast", [codes], f"{name}.code", to=ir.DataType.INT32)
+            first = self._derive(home, "Mul", [code, self.constant("unpack.bytes", np.int32(256))], f"{name}.first")
             begin = self._derive(home, "Unsqueeze", [first, self._shape(-1)], f"{name}.begin")
             place = self._derive(home, "Add", [byte, begin], f"{name}.place")
             pairs = self._derive(home, "Gather", [self._pairs(home), place], f"{name}.pairs", axis=0)
             signed = self._derive(home, "Reshape", [pairs, self._shape(columns, -1)], f"{name}.signed")
-            return self._unpadded_columns(home, name, signed, inner, block)
+            return self._unpadded_columns(home, name, signed, inner, blocks.rows)
 
-        def scales(home: ir.Graph) -> ir.Value:
-            number = self._derive(home, "Cast", [factors], f"{name}.of_block", to=ir.DataType.FLOAT)
-            by_column = self.constant(f"{name}.of_column", scale[:, None])
-            return self._derive(home, "Mul", [number, by_column], f"{name}.scales")
+        def pack(home: ir.Graph) -> Packed:
+            return self._local(home, stored), *self._steps_of_4_bits(home, name, codes, numbers.shape[0], scale)
 
-        return StoredMatrix(
-            name,
-            4,
-            block,
-            (inner, columns),
-            scale,
-            columns=unpack,
-            packed=lambda home: (self._local(home, stored), scales(home)),
-        )
+        return StoredMatrix(name, 4, blocks.rows, (inner, columns), scale, columns=unpack, packed=pack)
+
+    def _steps_of_4_bits(
+        self, home: ir.Graph, name: str, codes: ir.Value, count: int, scale: np.ndarray
+    ) -> tuple[ir.Value, ir.Value]:
+        """Return the scales of blocks (N, blocks), and their zero points, two in a byte, (N, ⌈blocks / 2⌉).
+
+        count: the number of blocks.
+        """
+        fewer = self._derive(home, "BitwiseAnd", [codes, self.constant("unpack.m", np.uint8(7))], f"{name}.fewer")
+        number = self._derive(home, "Cast", [fewer], f"{name}.number", to=ir.DataType.FLOAT)
+        m = self._derive(home, "Add", [number, self.constant("unpack.one", np.float32(1))], f"{name}.m")
+        by_column = self.constant(f"{name}.of_column", scale[:, None])
+        scales = self._derive(home, "Mul", [m, by_column], f"{name}.scales")
+        shifts = [codes, self.constant("unpack.to_zero", np.uint8(4))]  # of z / 2, the upper half of a code
+        zeros = self._derive(home, "BitShift", shifts, f"{name}.zeros", direction="RIGHT")
+        if count % 2:
+            zeros = self._derive(home, "Pad", [zeros, self._shape(0, 0, 0, 1)], f"{name}.even")
+        pairs = self._derive(home, "Reshape", [zeros, self._shape(len(scale), -1, 2)], f"{name}.zero_pairs")
+        wide = self._derive(home, "Cast", [pairs], f"{name}.wide", to=ir.DataType.INT32)
+        places = self.constant("unpack.places", np.array([1, 16], np.int32))
+        placed = self._derive(home, "Mul", [wide, places], f"{name}.placed")
+        both = self._derive(home, "ReduceSum", [placed, self._shape(-1)], f"{name}.both", keepdims=0)
+        return scales, self._derive(home, "Cast", [both], f"{name}.zero_points", to=ir.DataType.UINT8)
 
     def _local(self, home: ir.Graph, stored: ir.Value) -> ir.Value:
         """Return a weight in a place where onnxruntime packs it.
@@ -186,9 +206,7 @@ class WeightStore:
             rows = self._derive(home, "Slice", [rows, begin, self._shape(inner), axis], f"{name}.own")
         return self._transpose(home, name, rows)
 
-    def _pack(
-        self, home: ir.Graph, name: str, rows: ir.Value, scale: np.ndarray, block: int, inner: int
-    ) -> tuple[ir.Value, ir.Value]:
+    def _pack(self, home: ir.Graph, name: str, rows: ir.Value, scale: np.ndarray, block: int, inner: int) -> Packed:
         """Return the packed form of int8 (N, K), and the scales of its blocks."""
         raised = self._derive(home, "Cast", [rows], f"{name}.unsigned", to=ir.DataType.UINT8)
         raised = self._derive(home, "BitwiseXor", [raised, self._uint8_middle()], f"{name}.raised")
@@ -196,7 +214,7 @@ class WeightStore:
             pads = self._shape(0, 0, 0, -inner % block)
             raised = self._derive(home, "Pad", [raised, pads, self._uint8_middle()], f"{name}.filled")
         packed = self._derive(home, "Reshape", [raised, self._shape(len(scale), -1, block)], f"{name}.packed")
-        return packed, self._scales(home, name, scale, inner, block)
+        return packed, self._scales(home, name, scale, inner, block), None
 
     def _scales(self, home: ir.Graph, name: str, scale: np.ndarray, inner: int, block: int) -> ir.Value:
         """Return the scale of a column for each of its blocks: float32 (N, ⌈K / block⌉)."""
@@ -204,24 +222,26 @@ class WeightStore:
         return self._derive(home, "Expand", [by_column, self._shape(1, -(-inner // block))], f"{name}.scales")
 
     def _pairs(self, home: ir.Graph) -> ir.Value:
-        """Return the table that unpacks 4 bits: int8 ((MAX_BLOCK_MULTIPLIER + 1) · 256, 2).
+        """Return the table that unpacks 4 bits: int8 (256 · 256, 2).
 
-        Row 256 · m + byte has both numbers of the byte times m. The table is derived from 16 numbers, because small
-        files are hardly larger than the table.
+        Row 256 · code + byte has both numbers of the byte as weights of a block with this code. The table is derived
+        from few numbers, because small files are hardly larger than the table.
         """
-        int4_values = self.constant(
-            "unpack.numbers", np.arange(round_nearest.MIN_INT4, round_nearest.MAX_INT4 + 1, dtype=np.int32)
-        )
-        factors = self.constant(
-            "unpack.factors", np.arange(round_nearest.MAX_BLOCK_MULTIPLIER + 1, dtype=np.int32)[:, None, None, None]
-        )
+        q = self.constant("unpack.numbers", np.arange(round_nearest.MAX_INT4 + 1, dtype=np.int32))
+        m = self.constant("unpack.multipliers", np.arange(1, round_nearest.MAX_BLOCK_MULTIPLIER + 1, dtype=np.int32))
+        z = self.constant("unpack.zeros", np.arange(round_nearest.MAX_BLOCK_ZERO + 1, dtype=np.int32)[:, None])
         sides = []
         for side, axes in (("lower", (0, 2)), ("upper", (1, 2))):  # (upper half, lower half, 1)
-            expanded = self._derive(home, "Unsqueeze", [int4_values, self._shape(*axes)], f"unpack.{side}.apart")
+            expanded = self._derive(home, "Unsqueeze", [q, self._shape(*axes)], f"unpack.{side}.apart")
             sides.append(self._derive(home, "Expand", [expanded, self._shape(16, 16, 1)], f"unpack.{side}"))
         both = self._derive(home, "Concat", sides, "unpack.both", axis=-1)
-        times = self._derive(home, "Mul", [factors, both], "unpack.times")
-        flat = self._derive(home, "Reshape", [times, self._shape(-1, 2)], "unpack.flat")
+        m_apart = self._derive(home, "Unsqueeze", [m, self._shape(1, 2, 3)], "unpack.m_apart")
+        times = self._derive(home, "Mul", [m_apart, both], "unpack.times")  # (m, 16, 16, 2)
+        product = self._derive(home, "Mul", [m, z], "unpack.products")
+        shift = self._derive(home, "Div", [product, self.constant("unpack.two", np.int32(2))], "unpack.shift")
+        shift_apart = self._derive(home, "Unsqueeze", [shift, self._shape(2, 3, 4)], "unpack.shift_apart")
+        weights = self._derive(home, "Sub", [times, shift_apart], "unpack.weights")  # (z, m, 16, 16, 2)
+        flat = self._derive(home, "Reshape", [weights, self._shape(-1, 2)], "unpack.flat")
         return self._derive(home, "Cast", [flat], "unpack.pairs", to=ir.DataType.INT8)
 
     def _uint8_middle(self) -> ir.Value:

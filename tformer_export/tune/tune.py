@@ -108,7 +108,11 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
         )
         if options.quantization.weights != "none":
             bits = 4 if options.quantization.weights == "int4" else 8
-            bits_of = {name: m.at_least(bits) for m in find_matrices(candidate.model) for name in m.products}
+            bits_of = {
+                name: m.at_least(bits)
+                for m in find_matrices(candidate.model, options.optimize_for)
+                for name in m.products
+            }
             any_scale = StaticScale.between(-1, 1)  # its value does not change the speed
             scales = dict.fromkeys(bits_of, any_scale) if options.quantization.activation_scales == STATIC else {}
             quantize_weights(

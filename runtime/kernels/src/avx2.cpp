@@ -7,7 +7,7 @@ namespace {
 
 struct Dot {
   static constexpr int ROWS_8 = 4, ROWS_4 = 4;       // 16 registers
-  static constexpr size_t PART_ROWS = 32;            // 16 products of at most 255 · 8 fit 16 bits
+  static constexpr size_t PART_ROWS = 16;            // 8 products of at most 255 · 15 fit 16 bits
   static constexpr size_t ROWS_TO_EXPAND = SIZE_MAX;  // 4 bits take fewer instructions than 8
 
   static __m256i add(__m256i sums, __m256i a, __m256i w) {
@@ -21,10 +21,7 @@ struct Dot {
     for (int r = 0; r < ROWS; r++)
       for (int half = 0; half < 2; half++) part[r][half] = _mm256_add_epi16(part[r][half], others[r][half]);
   }
-  static __m256i factors(const uint8_t* m) {  // each twice, for the two 16-bit sums of a column
-    const __m256i wide = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(m)));
-    return _mm256_or_si256(wide, _mm256_slli_epi32(wide, 16));
-  }
+  static __m256i factors(__m256i m) { return twice(m); }  // for the two 16-bit sums of a column
   static __m256i times(__m256i part, __m256i m) { return _mm256_madd_epi16(part, m); }
 };
 

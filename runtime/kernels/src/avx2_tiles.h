@@ -106,23 +106,37 @@ INLINE void store_tile(const Tile& tile, size_t row, size_t p, const __m256i (&s
   store_sums(tile, row, ROWS, p, buffer);
 }
 
+// As `Step`, of 8 columns.
+struct Steps {
+  __m256i m, shift;
+
+  INLINE explicit Steps(const uint8_t* codes) {
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    m = _mm256_add_epi32(_mm256_and_si256(code, _mm256_set1_epi32(7)), _mm256_set1_epi32(1));
+    shift = _mm256_srli_epi32(_mm256_mullo_epi16(m, _mm256_srli_epi32(code, 3)), 1);
+  }
+};
+
+// Numbers of 16 bits, twice in each 32.
+INLINE __m256i twice(__m256i numbers) { return _mm256_or_si256(numbers, _mm256_slli_epi32(numbers, 16)); }
+
 // As `expand_panel`. Products of 4 bits and a multiplier fit a byte, so that one multiplication of words makes two.
 [[maybe_unused]] inline void expand_panel_avx2(const Matrix& matrix, size_t p, uint8_t* out) {
-  const uint8_t* data = matrix.panel(p);
-  const uint8_t* multipliers = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
+  const uint8_t *data = matrix.panel(p), *codes = matrix.codes_of(p);
   const __m256i low = _mm256_set1_epi8(15);
-  for (size_t b = 0; b < matrix.blocks(); b++, multipliers += PANEL) {
-    __m256i m[2], middle[2];
+  for (size_t b = 0; b < matrix.blocks(); b++, codes += PANEL) {
+    __m256i m[2], shift[2];
     for (int half = 0; half < 2; half++) {
-      m[half] = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(multipliers + 8 * half)));
-      m[half] = _mm256_or_si256(m[half], _mm256_slli_epi32(m[half], 16));
-      middle[half] = _mm256_slli_epi16(_mm256_or_si256(m[half], _mm256_slli_epi16(m[half], 8)), 3);  // 8 · m in bytes
+      const Steps steps(codes + 8 * half);
+      m[half] = twice(steps.m);
+      shift[half] = twice(steps.shift);
+      shift[half] = _mm256_or_si256(shift[half], _mm256_slli_epi16(shift[half], 8));  // in each byte
     }
     for (size_t row = 0; row < matrix.block; row += 2 * GROUP, data += GROUP_BYTES, out += 2 * GROUP_BYTES)
       for (int half = 0; half < 2; half++) {
         auto store = [&](uint8_t* to, __m256i numbers) {
           _mm256_store_si256(reinterpret_cast<__m256i*>(to),
-                             _mm256_sub_epi8(_mm256_mullo_epi16(numbers, m[half]), middle[half]));
+                             _mm256_sub_epi8(_mm256_mullo_epi16(numbers, m[half]), shift[half]));
         };
         const __m256i both = load(data + 32 * half);
         store(out + 32 * half, _mm256_and_si256(both, low));
@@ -184,13 +198,12 @@ struct Kernels {
       const Matrix& matrix = *tile.matrix;
       const size_t inner = matrix.padded_inner;
       const size_t part_rows = matrix.block < Dot::PART_ROWS ? matrix.block : Dot::PART_ROWS;
-      const uint8_t* m = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
-      const uint8_t* q = tile.rows + row * inner;
-      const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+      const uint8_t *codes = matrix.codes_of(p), *q = tile.rows + row * inner;
+      const int16_t* block_sums = tile.block_sums + row * matrix.blocks();
+      const __m256i low = _mm256_set1_epi8(15);
       __m256i sums[ROWS][2];
       clear<ROWS>(sums);
-      for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
-        const __m256i m0 = Dot::factors(m), m1 = Dot::factors(m + 8);
+      for (size_t b = 0; b < inner; b += matrix.block, codes += PANEL, block_sums++) {
         for (size_t begin = b; begin < b + matrix.block; begin += part_rows) {
           __m256i part[WAYS<ROWS>][ROWS][2];
           unroll<WAYS<ROWS>>(UNROLLED(u) { clear<ROWS>(part[u]); });
@@ -199,8 +212,7 @@ struct Kernels {
             unroll<2>(UNROLLED(half) {
               constexpr int last = WAYS<ROWS> - 1;
               const __m256i both = load(weights + 32 * half);
-              const __m256i w = _mm256_sub_epi8(_mm256_and_si256(both, low), eight);
-              const __m256i v = _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both, 4), low), eight);
+              const __m256i w = _mm256_and_si256(both, low), v = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
               unroll<ROWS>(UNROLLED(r) {
                 const uint8_t* a = q + r * inner + k;
                 part[0][r][half] = Dot::add_part(part[0][r][half], broadcast(a), w);
@@ -209,11 +221,20 @@ struct Kernels {
             });
           }
           if (WAYS<ROWS> == 2) Dot::template add_parts<ROWS>(part[0], part[WAYS<ROWS> - 1]);
-          unroll<ROWS>(UNROLLED(r) {
-            sums[r][0] = _mm256_add_epi32(sums[r][0], Dot::times(part[0][r][0], m0));
-            sums[r][1] = _mm256_add_epi32(sums[r][1], Dot::times(part[0][r][1], m1));
+          unroll<2>(UNROLLED(half) {
+            const __m256i m = Dot::factors(Steps(codes + 8 * half).m);
+            unroll<ROWS>(UNROLLED(r) {
+              sums[r][half] = _mm256_add_epi32(sums[r][half], Dot::times(part[0][r][half], m));
+            });
           });
         }
+        unroll<2>(UNROLLED(half) {
+          const __m256i shift = Steps(codes + 8 * half).shift;
+          unroll<ROWS>(UNROLLED(r) {
+            const __m256i sum = _mm256_set1_epi32(block_sums[r * matrix.blocks()]);
+            sums[r][half] = _mm256_sub_epi32(sums[r][half], _mm256_madd_epi16(shift, sum));
+          });
+        });
       }
       store_tile<ROWS>(tile, row, p, sums);
     }

@@ -65,20 +65,31 @@ inline float quantise_avx512(const float* x, size_t inner, size_t padded, const 
   return scale;
 }
 
+// As `Step`, of 16 columns.
+struct Steps {
+  __m512i m, shift;
+
+  INLINE explicit Steps(const uint8_t* codes) {
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
+    m = _mm512_add_epi32(_mm512_and_si512(code, _mm512_set1_epi32(7)), _mm512_set1_epi32(1));
+    shift = _mm512_srli_epi32(_mm512_mullo_epi16(m, _mm512_srli_epi32(code, 3)), 1);
+  }
+};
+
 // As `expand_panel`. Products of 4 bits and a multiplier fit a byte, so that one multiplication of words makes two.
 [[maybe_unused]] inline void expand_panel_avx512(const Matrix& matrix, size_t p, uint8_t* out) {
-  const uint8_t* data = matrix.panel(p);
-  const uint8_t* multipliers = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
+  const uint8_t *data = matrix.panel(p), *codes = matrix.codes_of(p);
   const __m512i low = _mm512_set1_epi8(15);
-  for (size_t b = 0; b < matrix.blocks(); b++, multipliers += PANEL) {
-    __m512i m = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(multipliers)));
-    m = _mm512_or_si512(m, _mm512_slli_epi32(m, 16));
-    const __m512i middle = _mm512_slli_epi16(_mm512_or_si512(m, _mm512_slli_epi16(m, 8)), 3);  // 8 · m in bytes
+  for (size_t b = 0; b < matrix.blocks(); b++, codes += PANEL) {
+    const Steps steps(codes);
+    const __m512i m = _mm512_or_si512(steps.m, _mm512_slli_epi32(steps.m, 16));
+    __m512i shift = _mm512_or_si512(steps.shift, _mm512_slli_epi32(steps.shift, 16));
+    shift = _mm512_or_si512(shift, _mm512_slli_epi16(shift, 8));  // in each byte
     for (size_t row = 0; row < matrix.block; row += 2 * GROUP, data += GROUP_BYTES, out += 2 * GROUP_BYTES) {
       const __m512i both = _mm512_load_si512(data);
       const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-      _mm512_store_si512(out, _mm512_sub_epi8(_mm512_mullo_epi16(first, m), middle));
-      _mm512_store_si512(out + GROUP_BYTES, _mm512_sub_epi8(_mm512_mullo_epi16(second, m), middle));
+      _mm512_store_si512(out, _mm512_sub_epi8(_mm512_mullo_epi16(first, m), shift));
+      _mm512_store_si512(out + GROUP_BYTES, _mm512_sub_epi8(_mm512_mullo_epi16(second, m), shift));
     }
   }
 }

@@ -96,95 +96,69 @@ void multiply8(const Tile& tile) {
   for (; p < tile.panel_end; p++) for_rows<Kernel8, 1, 12>(tile, p, matrix.panel(p));
 }
 
-// The weights of a pair of groups, without their multiplier.
-struct Pair {
-  __m512i first, second;
-
-  INLINE explicit Pair(const uint8_t* weights) {
-    const __m512i low = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
-    const __m512i both = _mm512_load_si512(weights);
-    first = _mm512_sub_epi8(_mm512_and_si512(both, low), eight);
-    second = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), eight);
-  }
-};
-
-INLINE __m512i times(__m512i sums, const uint8_t* multipliers) {
-  return _mm512_mullo_epi32(
-      sums, _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(multipliers))));
+// As VPDPBUSD, of two products of 16 bits.
+INLINE void add_word_products(__m512i& sums, __m512i a, __m512i b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
 }
 
-// Sums of a block are exact in 32 bits; then its multipliers are applied.
-template <int ROWS, int WAYS>
+// Few rows: weights are used as they are. Sums of a block are exact in 32 bits; then its steps are applied.
+template <int ROWS, int PANELS>
 struct Stream4 {
-  static_assert(WAYS == 4);
+  static_assert(PANELS == 1);
   static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
     const Matrix& matrix = *tile.matrix;
-    const size_t inner = matrix.padded_inner;
-    const uint8_t* m = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
-    const uint8_t* q = tile.rows + row * inner;
-    __m512i total[ROWS][1];
-    unroll<ROWS>(UNROLLED(r) { total[r][0] = _mm512_setzero_si512(); });
-    for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
-      __m512i sums[ROWS][WAYS];
-      unroll<ROWS>(UNROLLED(r) { unroll<WAYS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
-      for (size_t k = b; k < b + matrix.block; k += 4 * GROUP, weights += 2 * GROUP_BYTES)
+    const size_t inner = matrix.padded_inner, blocks = matrix.blocks();
+    const uint8_t *codes = matrix.codes_of(p), *q = tile.rows + row * inner;
+    const int16_t* block_sums = tile.block_sums + row * blocks;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512i total[ROWS][1], shifts[ROWS];
+    unroll<ROWS>(UNROLLED(r) { total[r][0] = shifts[r] = _mm512_setzero_si512(); });
+    for (size_t b = 0; b < blocks; b++, codes += PANEL) {
+      __m512i sums[ROWS][2];
+      unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm512_setzero_si512(); });
+      for (size_t k = b * matrix.block; k < (b + 1) * matrix.block; k += 4 * GROUP, weights += 2 * GROUP_BYTES)
         unroll<2>(UNROLLED(j) {
-          const Pair w(weights + j * GROUP_BYTES);
+          const __m512i both = _mm512_load_si512(weights + j * GROUP_BYTES);
           prefetch(weights + j * GROUP_BYTES + STREAM_PREFETCH);
+          const __m512i first = _mm512_and_si512(both, low);
+          const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
           unroll<ROWS>(UNROLLED(r) {
             const uint8_t* a = q + r * inner + k + j * 2 * GROUP;
-            add_products(sums[r][2 * j], broadcast(a), w.first);
-            add_products(sums[r][2 * j + 1], broadcast(a + GROUP), w.second);
+            add_products(sums[r][0], broadcast(a), first);
+            add_products(sums[r][1], broadcast(a + GROUP), second);
           });
         });
+      const Steps steps(codes);
       unroll<ROWS>(UNROLLED(r) {
-        const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[r][0], sums[r][1]),
-                                             _mm512_add_epi32(sums[r][2], sums[r][3]));
-        total[r][0] = _mm512_add_epi32(total[r][0], times(sum, m));
+        const __m512i sum = _mm512_add_epi32(sums[r][0], sums[r][1]);
+        total[r][0] = _mm512_add_epi32(total[r][0], _mm512_mullo_epi32(sum, steps.m));
+        add_word_products(shifts[r], _mm512_set1_epi32(block_sums[r * blocks + b]), steps.shift);
       });
     }
+    unroll<ROWS>(UNROLLED(r) { total[r][0] = _mm512_sub_epi32(total[r][0], shifts[r]); });
     store_tile<ROWS, 1>(tile, row, p, total);
   }
 };
 
-template <int ROWS, int PANELS>
-struct Kernel4 {
-  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
-    const Matrix& matrix = *tile.matrix;
-    const size_t inner = matrix.padded_inner, panel = matrix.panel_bytes(), factors = matrix.blocks() * PANEL;
-    const size_t ahead = PANELS * panel <= NEAR_BYTES ? PANELS * panel : STREAM_PREFETCH;
-    const uint8_t* m = matrix.multipliers.get() + p * factors;
-    const uint8_t* q = tile.rows + row * inner;
-    __m512i total[ROWS][PANELS];
-    unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { total[r][j] = _mm512_setzero_si512(); }); });
-    for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
-      __m512i sums[ROWS][PANELS];
-      unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
-      for (size_t k = b; k < b + matrix.block; k += 2 * GROUP, weights += GROUP_BYTES)
-        unroll<PANELS>(UNROLLED(j) {
-          const Pair w(weights + j * panel);
-          prefetch(weights + j * panel + ahead);
-          unroll<ROWS>(UNROLLED(r) { add_products(sums[r][j], broadcast(q + r * inner + k), w.first); });
-          unroll<ROWS>(UNROLLED(r) { add_products(sums[r][j], broadcast(q + r * inner + k + GROUP), w.second); });
-        });
-      unroll<PANELS>(UNROLLED(j) {
-        unroll<ROWS>(UNROLLED(r) {
-          total[r][j] = _mm512_add_epi32(total[r][j], times(sums[r][j], m + j * factors));
-        });
-      });
-    }
-    store_tile<ROWS, PANELS>(tile, row, p, total);
-  }
-};
-
+// More rows: the int8 form of two panels is made first.
 void multiply4(const Tile& tile) {
   const Matrix& matrix = *tile.matrix;
-  const size_t rows = tile.row_end - tile.row_begin;
   size_t p = tile.panel_begin;
-  if (rows <= STREAM_ROWS)
-    for (; p < tile.panel_end; p++) for_rows<Stream4, 4, STREAM_ROWS>(tile, p, matrix.panel(p));
-  for (; p + 2 <= tile.panel_end; p += 2) for_rows<Kernel4, 2, 6>(tile, p, matrix.panel(p));
-  for (; p < tile.panel_end; p++) for_rows<Kernel4, 1, 6>(tile, p, matrix.panel(p));
+  if (tile.row_end - tile.row_begin <= STREAM_ROWS) {
+    for (; p < tile.panel_end; p++) for_rows<Stream4, 1, STREAM_ROWS>(tile, p, matrix.panel(p));
+    return;
+  }
+  const size_t bytes = matrix.padded_inner * PANEL;
+  uint8_t* weights = expanded_panels(2 * bytes);
+  for (; p + 2 <= tile.panel_end; p += 2) {
+    expand_panel_avx512(matrix, p, weights);
+    expand_panel_avx512(matrix, p + 1, weights + bytes);
+    for_rows<Kernel8, 2, 12>(tile, p, weights);
+  }
+  if (p < tile.panel_end) {
+    expand_panel_avx512(matrix, p, weights);
+    for_rows<Kernel8, 1, 12>(tile, p, weights);
+  }
 }
 
 bool supported() {

@@ -12,7 +12,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 1;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 2;  // grows whenever a function or the operator changes
 
 int64_t keep(Packed packed) {
   return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
@@ -55,13 +55,13 @@ TFORMER_EXPORT int64_t tformer_kernels_pack8(const char* path, const uint8_t* we
   });
 }
 
-TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* multipliers,
+TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* codes,
                                              uint64_t block, uint64_t inner, uint64_t columns, const float* scale,
                                              const float* bias, uint32_t threads) {
   const Path* found = find_path(path);
   if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
   return guarded([&] {
-    return keep(pack_4_bits(*found, nibbles, multipliers, block, inner, columns, scale, bias, threads));
+    return keep(pack_4_bits(*found, nibbles, codes, block, inner, columns, scale, bias, threads));
   });
 }
 

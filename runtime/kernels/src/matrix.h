@@ -4,8 +4,9 @@
 // column 4 bytes. This is the operand of VPDPBUSD, SDOT and, 16 groups at a time, of a tile of AMX.
 //
 // Layout of 4-bit weights: panels of 16 columns, of blocks of rows, of pairs of groups. A pair is 64 bytes; the lower
-// half of each byte belongs to the first group, the upper half to the second. A multiplier for each block and column
-// (1 … 8) is stored apart. Weights are m · (u − 8), as integers the same as the int8 columns of the file.
+// half of each byte belongs to the first group, the upper half to the second. A code for each block and column is stored
+// apart: m − 1 in its lower 3 bits, z in the upper 5. Weights are m · u − ⌊m · z / 2⌋, as integers the same as the int8
+// columns of the file. So the sum of x · weight over a block is m · Σ x · u − ⌊m · z / 2⌋ · Σ x.
 #pragma once
 
 #include <atomic>
@@ -22,7 +23,8 @@ constexpr size_t GROUP = 4;              // rows
 constexpr size_t GROUP_BYTES = PANEL * GROUP;
 constexpr size_t MAX_INNER = 65535;      // 65535 · 255 · 128 < 2³¹
 constexpr size_t MAX_COLUMNS = 1 << 24;
-constexpr int MAX_MULTIPLIER = 8;        // 8 · −8 and 8 · 7 fit pairs of int8 (a sum of at most 128)
+constexpr size_t MIN_BLOCK = 16, MAX_BLOCK = 128;  // rows of a block of 4 bits: the sum of 128 bytes fits 16 bits
+constexpr uint8_t ZERO_CODE = 16 << 3, ZERO_NIBBLE = 8;  // m = 1 and z / 2 = 8
 constexpr size_t ALIGNMENT = 64;
 
 template <class T>
@@ -43,6 +45,13 @@ struct Aligned {
   T* get() const { return data.get(); }
 };
 
+// What a code says.
+struct Step {
+  int m, shift;
+
+  explicit Step(uint8_t code) : m((code & 7) + 1), shift(m * (code >> 3) / 2) {}
+};
+
 struct Path;
 
 struct Matrix {
@@ -60,12 +69,13 @@ struct Matrix {
   int bits;                   // 8 or 4
   size_t block;               // rows of a block of 4 bits
   Aligned<uint8_t> data;
-  Aligned<uint8_t> multipliers;  // 4 bits: (panels, blocks, 16)
+  Aligned<uint8_t> codes;        // 4 bits: (panels, blocks, 16)
   Aligned<float> scale, bias;    // (panels · 16); bias has no data if there is none
   Aligned<int32_t> column_sum;   // (panels · 16), of the weights as integers
 
   size_t panel_bytes() const { return padded_inner * PANEL * static_cast<size_t>(bits) / 8; }
   size_t blocks() const { return padded_inner / block; }
+  const uint8_t* codes_of(size_t p) const { return codes.get() + p * blocks() * PANEL; }
   const uint8_t* panel(size_t p) const { return data.get() + p * panel_bytes(); }
 };
 
@@ -83,6 +93,7 @@ struct RowScaling {
 struct Tile {
   const Matrix* matrix;
   const uint8_t* rows;        // quantised, padded_inner bytes each
+  const int16_t* block_sums;  // of the quantised numbers of each block of 4 bits, blocks() for each row
   const float* row_scale;
   float* out;                 // (rows, N)
   size_t row_begin, row_end, panel_begin, panel_end;

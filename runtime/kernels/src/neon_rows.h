@@ -114,17 +114,24 @@ struct Dot8 {
   }
 };
 
+// Numbers 4 · J to 4 · J + 3 of 16.
+template <int J>
+INLINE int32x4_t four_of(uint8x16_t numbers) {
+  const uint16x8_t words = vmovl_u8(J < 2 ? vget_low_u8(numbers) : vget_high_u8(numbers));
+  return vreinterpretq_s32_u32(vmovl_u16(J % 2 ? vget_high_u16(words) : vget_low_u16(words)));
+}
+
 template <int ROWS, int PANELS>
 struct Dot4 {
   static_assert(PANELS == 1);
   static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
     const Matrix& matrix = *tile.matrix;
     const size_t inner = matrix.padded_inner;
-    const uint8_t* m = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
-    const uint8_t* q = tile.rows + row * inner;
+    const uint8_t *codes = matrix.codes_of(p), *q = tile.rows + row * inner;
+    const int16_t* block_sums = tile.block_sums + row * matrix.blocks();
     int32x4_t sums[ROWS][4];
     unroll<ROWS>(UNROLLED(r) { unroll<4>(UNROLLED(j) { sums[r][j] = vdupq_n_s32(0); }); });
-    for (size_t b = 0; b < inner; b += matrix.block, m += PANEL) {
+    for (size_t b = 0; b < inner; b += matrix.block, codes += PANEL, block_sums++) {
       int32x4_t part[ROWS][4];
       unroll<ROWS>(UNROLLED(r) { unroll<4>(UNROLLED(j) { part[r][j] = vdupq_n_s32(0); }); });
       for (size_t k = b; k < b + matrix.block; k += STEP, weights += 2 * GROUP_BYTES) {
@@ -133,9 +140,8 @@ struct Dot4 {
         unroll<2>(UNROLLED(pair) {
           unroll<4>(UNROLLED(j) {
             const uint8x16_t both = vld1q_u8(weights + pair * GROUP_BYTES + j * 16);
-            const int8x16_t eight = vdupq_n_s8(8);
-            const int8x16_t w = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))), eight);
-            const int8x16_t v = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(both, 4)), eight);
+            const int8x16_t w = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
+            const int8x16_t v = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
             unroll<ROWS>(UNROLLED(r) {
               part[r][j] = vdotq_laneq_s32(part[r][j], w, a[r], 2 * pair);
               part[r][j] = vdotq_laneq_s32(part[r][j], v, a[r], 2 * pair + 1);
@@ -143,12 +149,17 @@ struct Dot4 {
           });
         });
       }
-      const uint8x16_t bytes = vld1q_u8(m);
-      const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_u8(vget_high_u8(bytes))};
+      const uint8x16_t code = vld1q_u8(codes);
+      const uint8x16_t m = vaddq_u8(vandq_u8(code, vdupq_n_u8(7)), vdupq_n_u8(1));
+      const uint8x16_t shift = vshrq_n_u8(vmulq_u8(m, vshrq_n_u8(code, 3)), 1);  // at most 8 · 31 before
+      const int32_t middle = 128 * static_cast<int32_t>(matrix.block);  // of activations minus 128
       unroll<4>(UNROLLED(j) {
-        const uint16x4_t half = j % 2 ? vget_high_u16(words[j / 2]) : vget_low_u16(words[j / 2]);
-        const int32x4_t factor = vreinterpretq_s32_u32(vmovl_u16(half));
-        unroll<ROWS>(UNROLLED(r) { sums[r][j] = vmlaq_s32(sums[r][j], part[r][j], factor); });
+        const int32x4_t factor = four_of<j>(m), subtracted = four_of<j>(shift);
+        unroll<ROWS>(UNROLLED(r) {
+          const int32_t sum = block_sums[r * matrix.blocks()] - middle;
+          sums[r][j] = vmlaq_s32(sums[r][j], part[r][j], factor);
+          sums[r][j] = vmlsq_n_s32(sums[r][j], subtracted, sum);
+        });
       });
     }
     store_tile<ROWS>(tile, row, p, sums);

@@ -134,36 +134,34 @@ Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_strid
   return {matrix, Refusal::SHAPE};
 }
 
-Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* multipliers, size_t block, size_t inner,
+Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
                    size_t columns, const float* scale, const float* bias, unsigned threads) {
-  if (!valid_sizes(inner, columns) || block < 16 || block > 256 || (block & (block - 1)) != 0) return {};
+  if (!valid_sizes(inner, columns) || block < MIN_BLOCK || block > MAX_BLOCK || (block & (block - 1)) != 0) return {};
   size_t blocks = (inner + block - 1) / block;
-  if (std::any_of(multipliers, multipliers + blocks * columns, [](uint8_t m) { return m > MAX_MULTIPLIER; }))
-    return {nullptr, Refusal::MULTIPLIER};
   auto matrix = new_matrix(path, 4, block, inner, columns, scale, bias);
-  matrix->multipliers.allocate(matrix->panels * matrix->blocks() * PANEL);
+  matrix->codes.allocate(matrix->panels * matrix->blocks() * PANEL);
   const size_t column_bytes = blocks * block / 2;
   for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
     for (size_t p = begin; p < end; p++) {
       uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
-      uint8_t* factors = matrix->multipliers.get() + p * matrix->blocks() * PANEL;
+      uint8_t* own_codes = matrix->codes.get() + p * matrix->blocks() * PANEL;
       int32_t* sums = matrix->column_sum.get() + p * PANEL;
       std::fill(sums, sums + PANEL, 0);
-      for (size_t b = 0; b < matrix->blocks(); b++, factors += PANEL) {
+      for (size_t b = 0; b < matrix->blocks(); b++, own_codes += PANEL) {
         for (size_t c = 0; c < PANEL; c++) {
           size_t column = p * PANEL + c;
-          factors[c] = column < columns && b < blocks ? multipliers[column * blocks + b] : 0;
+          own_codes[c] = column < columns && b < blocks ? codes[column * blocks + b] : ZERO_CODE;
         }
         int32_t block_sums[PANEL] = {};
         for (size_t row = b * block; row < (b + 1) * block; row += 2 * GROUP, out += GROUP_BYTES)
           for (size_t c = 0; c < PANEL; c++) {
             size_t column = p * PANEL + c;
-            uint32_t eight = 0x88888888;  // rows row … row + 7 of a column, the first one lowest
+            uint32_t eight = ZERO_NIBBLE * 0x11111111u;  // rows row … row + 7 of a column, the first one lowest
             if (column < columns && b < blocks) std::memcpy(&eight, nibbles + column * column_bytes + row / 2, 4);
             if (row + 8 > inner) {  // what pads K in the file may be any number
               unsigned kept = row < inner ? static_cast<unsigned>(inner - row) * 4 : 0;
               uint32_t mask = (uint32_t{1} << kept) - 1;
-              eight = (eight & mask) | (0x88888888 & ~mask);
+              eight = (eight & mask) | (ZERO_NIBBLE * 0x11111111u & ~mask);
             }
             uint32_t spread[2];
             for (int half = 0; half < 2; half++) {
@@ -173,9 +171,12 @@ Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* mult
             uint32_t pair = spread[0] | spread[1] << 4;
             std::memcpy(out + c * GROUP, &pair, 4);
             uint32_t sum = (eight & 0x0f0f0f0f) + (eight >> 4 & 0x0f0f0f0f);
-            block_sums[c] += static_cast<int32_t>((sum * 0x01010101) >> 24) - 64;
+            block_sums[c] += static_cast<int32_t>((sum * 0x01010101) >> 24);
           }
-        for (size_t c = 0; c < PANEL; c++) sums[c] += block_sums[c] * factors[c];
+        for (size_t c = 0; c < PANEL; c++) {
+          const Step step(own_codes[c]);
+          sums[c] += block_sums[c] * step.m - static_cast<int32_t>(block) * step.shift;
+        }
       }
     }
   });

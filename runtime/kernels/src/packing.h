@@ -9,7 +9,7 @@
 
 namespace tformer {
 
-enum class Refusal : int64_t { SHAPE = -1, PAIRS = -2, MULTIPLIER = -3, MEMORY = -4, PATH = -5 };
+enum class Refusal : int64_t { SHAPE = -1, PAIRS = -2, MEMORY = -3, PATH = -4 };
 
 struct Packed {
   std::shared_ptr<const Matrix> matrix;  // null if refused
@@ -23,7 +23,7 @@ Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_strid
 
 // 4-bit weights as MatMulNBits reads them, (N, ⌈K / block⌉, block / 2) around 8, the lower half first, and their
 // multipliers (N, ⌈K / block⌉).
-Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* multipliers, size_t block, size_t inner,
+Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
                    size_t columns, const float* scale, const float* bias, unsigned threads);
 
 }  // namespace tformer

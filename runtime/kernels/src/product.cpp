@@ -16,23 +16,34 @@ constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
 constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
 constexpr size_t MAX_TASKS = 64;
 
-// Memory of a thread for quantised rows and their scales.
+constexpr size_t whole_lines(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+// Quantised rows: padded_inner bytes each, and for 4 bits the sums of their blocks.
+struct Rows {
+  uint8_t* numbers = nullptr;
+  int16_t* block_sums = nullptr;
+  float* scales = nullptr;
+};
+
+// Memory of a thread for quantised rows.
 struct Scratch {
   Aligned<uint8_t> memory;
   size_t size = 0;
-  uint8_t* rows = nullptr;
-  float* scales = nullptr;
+  Rows rows;
 
-  void reserve(size_t count, size_t row_bytes) {
-    const size_t scale_bytes = (count * sizeof(float) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    const size_t bytes = scale_bytes + count * row_bytes;
+  void reserve(size_t count, const Matrix& matrix) {
+    const size_t blocks = matrix.bits == 4 ? matrix.blocks() : 0;
+    const size_t scale_bytes = whole_lines(count * sizeof(float));
+    const size_t sum_bytes = whole_lines(count * blocks * sizeof(int16_t));
+    const size_t bytes = scale_bytes + sum_bytes + count * matrix.padded_inner;
     if (size < bytes) {
       size = 0;
       memory.allocate(bytes);
       size = bytes;
     }
-    scales = reinterpret_cast<float*>(memory.get());
-    rows = memory.get() + scale_bytes;
+    rows.scales = reinterpret_cast<float*>(memory.get());
+    rows.block_sums = reinterpret_cast<int16_t*>(memory.get() + scale_bytes);
+    rows.numbers = memory.get() + scale_bytes + sum_bytes;
   }
 };
 
@@ -43,18 +54,32 @@ Scratch& scratch() {
 
 struct Job {
   const Call* call;
-  uint8_t* rows;   // of all rows, if threads share them
-  float* scales;
+  Rows rows;  // of all rows, if threads share them
   size_t row_blocks, panel_chunks;
   std::atomic<bool> lacks_memory{false};
 };
 
-void quantise(const Call& call, size_t begin, size_t end, uint8_t* rows, float* scales) {
+void sum_blocks(const uint8_t* numbers, size_t block, size_t blocks, int16_t* sums) {
+  for (size_t b = 0; b < blocks; b++, numbers += block) {
+    int sum = 0;
+    for (size_t i = 0; i < block; i += MIN_BLOCK)
+      for (size_t j = 0; j < MIN_BLOCK; j++) sum += numbers[i + j];
+    sums[b] = static_cast<int16_t>(sum);
+  }
+}
+
+// Quantises rows begin … end. into: where the first of them goes, if it is row `first`.
+void quantise(const Call& call, size_t begin, size_t end, size_t first, const Rows& into) {
   const Matrix& matrix = *call.matrix;
   const bool scaled_by_columns = call.scaling.fixed_scale > 0 && call.column_first;  // which contain the fixed scale
-  for (size_t r = begin; r < end; r++, rows += matrix.padded_inner, scales++) {
-    *scales = matrix.path->quantise(call.x + r * matrix.inner, matrix.inner, matrix.padded_inner, call.scaling, rows);
-    if (scaled_by_columns) *scales = 1;
+  for (size_t r = begin; r < end; r++) {
+    const size_t place = r - first;
+    uint8_t* numbers = into.numbers + place * matrix.padded_inner;
+    const float scale =
+        matrix.path->quantise(call.x + r * matrix.inner, matrix.inner, matrix.padded_inner, call.scaling, numbers);
+    into.scales[place] = scaled_by_columns ? 1 : scale;
+    if (matrix.bits == 4)
+      sum_blocks(numbers, matrix.block, matrix.blocks(), into.block_sums + place * matrix.blocks());
   }
 }
 
@@ -65,7 +90,7 @@ void multiply_tile(const Tile& tile) {
 void quantise_task(void* data, size_t i) {
   const Job& job = *static_cast<Job*>(data);
   const size_t begin = i * QUANTISE_ROWS, end = std::min(job.call->rows, begin + QUANTISE_ROWS);
-  quantise(*job.call, begin, end, job.rows + begin * job.call->matrix->padded_inner, job.scales + begin);
+  quantise(*job.call, begin, end, 0, job.rows);
 }
 
 // Some rows, quantised by all, times some panels.
@@ -77,7 +102,7 @@ void shared_task(void* data, size_t i) {
   const size_t panel_begin = units * chunk / job.panel_chunks * UNIT_PANELS;
   const size_t panel_end = std::min(call.matrix->panels, units * (chunk + 1) / job.panel_chunks * UNIT_PANELS);
   try {
-    multiply_tile({call.matrix, job.rows, job.scales, call.out, call.rows * block / job.row_blocks,
+    multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out, call.rows * block / job.row_blocks,
                    call.rows * (block + 1) / job.row_blocks, panel_begin, panel_end, call.scaling.zero,
                    call.column_first});
   } catch (const std::bad_alloc&) {
@@ -92,10 +117,11 @@ void own_rows_task(void* data, size_t i) {
   const size_t begin = call.rows * i / job.row_blocks, end = call.rows * (i + 1) / job.row_blocks;
   try {
     Scratch& own = scratch();
-    own.reserve(end - begin, call.matrix->padded_inner);
-    quantise(call, begin, end, own.rows, own.scales);
-    multiply_tile({call.matrix, own.rows, own.scales, call.out + begin * call.matrix->columns, 0, end - begin, 0,
-                   call.matrix->panels, call.scaling.zero, call.column_first});
+    own.reserve(end - begin, *call.matrix);
+    quantise(call, begin, end, begin, own.rows);
+    multiply_tile({call.matrix, own.rows.numbers, own.rows.block_sums, own.rows.scales,
+                   call.out + begin * call.matrix->columns, 0, end - begin, 0, call.matrix->panels, call.scaling.zero,
+                   call.column_first});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }
@@ -113,13 +139,12 @@ void multiply(const Call& call, ParallelFor parallel_for, void* context) {
     parallel_for(context, own_rows_task, job.row_blocks, &job);
   } else {
     Scratch& shared = scratch();
-    shared.reserve(call.rows, matrix.padded_inner);
+    shared.reserve(call.rows, matrix);
     job.rows = shared.rows;
-    job.scales = shared.scales;
     if (call.rows > QUANTISE_ROWS && call.rows * matrix.inner > QUANTISE_ALONE)
       parallel_for(context, quantise_task, (call.rows + QUANTISE_ROWS - 1) / QUANTISE_ROWS, &job);
     else
-      quantise(call, 0, call.rows, job.rows, job.scales);
+      quantise(call, 0, call.rows, 0, job.rows);
     const size_t weights = matrix.panels * matrix.panel_bytes();
     const size_t tasks = std::min(
         MAX_TASKS, std::max(call.rows * matrix.padded_inner * matrix.panels * PANEL / TASK_PRODUCTS, weights / TASK_BYTES));

@@ -77,12 +77,12 @@ namespace {
 // The int8 weights of a panel of 4 bits, in the layout of 8 bits.
 [[maybe_unused]] inline void expand_panel(const Matrix& matrix, size_t p, int8_t* out) {
   const uint8_t* data = matrix.panel(p);
-  const uint8_t* multipliers = matrix.multipliers.get() + p * matrix.blocks() * PANEL;
   for (size_t row = 0; row < matrix.padded_inner; row += 2 * GROUP, data += GROUP_BYTES, out += 2 * GROUP_BYTES) {
-    const uint8_t* m = multipliers + row / matrix.block * PANEL;
+    const uint8_t* codes = matrix.codes_of(p) + row / matrix.block * PANEL;
     for (size_t i = 0; i < GROUP_BYTES; i++) {
-      out[i] = static_cast<int8_t>(((data[i] & 15) - 8) * m[i / GROUP]);
-      out[GROUP_BYTES + i] = static_cast<int8_t>(((data[i] >> 4) - 8) * m[i / GROUP]);
+      const Step step(codes[i / GROUP]);
+      out[i] = static_cast<int8_t>((data[i] & 15) * step.m - step.shift);
+      out[GROUP_BYTES + i] = static_cast<int8_t>((data[i] >> 4) * step.m - step.shift);
     }
   }
 }

@@ -17,7 +17,7 @@ int32_t tformer_kernels_supports(const char* path);
 int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t row_stride, int64_t column_stride,
                               uint8_t flip, uint64_t inner, uint64_t columns, const float* scale, const float* bias,
                               uint32_t threads);
-int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* multipliers, uint64_t block,
+int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* codes, uint64_t block,
                               uint64_t inner, uint64_t columns, const float* scale, const float* bias,
                               uint32_t threads);
 int32_t tformer_kernels_release(int64_t handle);
@@ -45,13 +45,12 @@ float uniform() { return static_cast<float>(static_cast<int32_t>(random_bits()))
 float positive() { return std::fabs(uniform()) + 0.01f; }
 uint8_t weight() { return static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(below(129)) - 64)); }
 uint8_t byte() { return static_cast<uint8_t>(below(256)); }
-uint8_t multiplier() { return static_cast<uint8_t>(below(9)); }
 
 struct Case {
   size_t inner, columns, rows, block;
   bool four_bits, by_columns, has_bias, column_first;
   int mode;  // magnitude, Relu, Gelu, the same with reciprocals, one scale
-  std::vector<uint8_t> weights, multipliers;
+  std::vector<uint8_t> weights, codes;
   std::vector<float> scale, bias, x;
 };
 
@@ -69,7 +68,7 @@ Case draw() {
   const size_t blocks = (test.inner + test.block - 1) / test.block;
   test.weights = test.four_bits ? numbers(test.columns * blocks * test.block / 2, byte)
                                 : numbers(test.inner * test.columns, weight);
-  test.multipliers = numbers(test.columns * blocks, multiplier);
+  test.codes = numbers(test.columns * blocks, byte);
   test.scale = numbers(test.columns, positive);
   test.bias = numbers(test.columns, uniform);
   test.x = numbers(test.rows * test.inner, uniform);
@@ -84,7 +83,7 @@ Case draw() {
 int64_t pack(const Case& test, const char* path) {
   const float* bias = test.has_bias ? test.bias.data() : nullptr;
   if (test.four_bits)
-    return tformer_kernels_pack4(path, test.weights.data(), test.multipliers.data(), test.block, test.inner,
+    return tformer_kernels_pack4(path, test.weights.data(), test.codes.data(), test.block, test.inner,
                                  test.columns, test.scale.data(), bias, 2);
   const int64_t inner = static_cast<int64_t>(test.inner), columns = static_cast<int64_t>(test.columns);
   return tformer_kernels_pack8(path, test.weights.data(), test.by_columns ? 1 : columns, test.by_columns ? inner : 1,

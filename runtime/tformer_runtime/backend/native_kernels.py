@@ -36,7 +36,7 @@ logger = logging.getLogger("tformer")
 VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
 UNQUANTIZED = "none"  # as in the manifest
-VERSION = 1  # of the library's functions and operator
+VERSION = 2  # of the library's functions and operator
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
 # operators, on processors whose best path it is
 BITS_OF_PATH: dict[str, tuple[int, ...]] = {
@@ -87,13 +87,13 @@ class NativeKernels:
         """
         weights, scale, bias = product.weights, product.scale, product.bias
         stored = tensor_array(weights.tensor, files.read)
-        factors = _factors(weights.factors, files)
-        if stored is None or stored.size == 0 or (weights.factors is not None and factors is None):
+        codes = _contiguous(weights.codes, files)
+        if stored is None or stored.size == 0 or (weights.codes is not None and codes is None):
             return None
         path, bias_pointer = self.path.encode(), None if bias is None else bias.ctypes.data
         rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, threads
-        if factors is not None:
-            handle = self._pack4(path, stored.ctypes.data, factors.ctypes.data, weights.block, *rest)
+        if codes is not None:
+            handle = self._pack4(path, stored.ctypes.data, codes.ctypes.data, weights.block, *rest)
         else:
             bytes_of_column = stored[0].nbytes
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
@@ -150,7 +150,7 @@ class LoadingProducts:
         return self._handles[key]
 
 
-def _factors(tensor: Tensor | None, files: WeightFiles) -> Array | None:
+def _contiguous(tensor: Tensor | None, files: WeightFiles) -> Array | None:
     array = tensor_array(tensor, files.read) if tensor is not None else None
     return None if array is None else np.ascontiguousarray(array)
 

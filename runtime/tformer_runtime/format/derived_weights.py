@@ -176,11 +176,9 @@ def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
 def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
     """Return the function that writes int8 columns."""
     values = _array(stored.tensor, files)
-    if stored.factors is not None:
-        factors = _array(stored.factors, files)
-        if factors.max(initial=0) > weight_forms.MAX_FACTOR:
-            raise _UnexpectedError
-        return lambda out: weight_forms.columns_of_4_bits(values, factors, out)
+    if stored.codes is not None:
+        codes = _array(stored.codes, files)
+        return lambda out: weight_forms.columns_of_4_bits(values, codes, out)
     if stored.block:
         return lambda out: weight_forms.columns_of_8_bits(values, out)
     return lambda out: weight_forms.transpose(values, out)

@@ -8,6 +8,7 @@ stored form.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
 from tformer_runtime.format.onnx_wire import iter_fields
 from tformer_runtime.format.weight_files import WeightFiles
-from tformer_runtime.format.weight_forms import INT4_OFFSET, MIDDLE
+from tformer_runtime.format.weight_forms import MIDDLE, decode
 
-MAX_TABLE_VALUES = 1 << 16  # of the table that unpacks 4 bits
+MAX_TABLE_VALUES = 1 << 17  # of the table that unpacks 4 bits
 BYTE_VALUES = 256
 MAX_DEPTH, MAX_INPUTS = 16, 4  # of the nodes that compute that table
-_SHAPING = ("Unsqueeze", "Expand", "Concat", "Mul", "Reshape", "Cast")
+_ARITHMETIC = {"Mul": np.multiply, "Sub": np.subtract, "Div": np.floor_divide}
+_SHAPING = ("Unsqueeze", "Expand", "Concat", "Reshape", "Cast", *_ARITHMETIC)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class StoredWeights:
     """Integer weights (K, N).
 
     tensor: int8 (K, N); int8 (N, K) if `is_transposed`; packed uint8 (N, blocks, block · bits / 8) if `block`.
-    factors: the multipliers of 4 bits, uint8 (N, blocks); else None.
+    codes: of the blocks of 4 bits (`weight_forms.decode`), uint8 (N, blocks); else None.
     inner: K, without the rows that pad it to whole blocks.
     """
 
@@ -38,11 +40,11 @@ class StoredWeights:
     columns: int
     is_transposed: bool = False
     block: int = 0
-    factors: Tensor | None = None
+    codes: Tensor | None = None
 
     @property
     def bits(self) -> int:
-        return 8 if self.factors is None else 4
+        return 8 if self.codes is None else 4
 
     @property
     def is_plain(self) -> bool:
@@ -62,7 +64,7 @@ def _whole(stored: StoredWeights | None, files: WeightFiles) -> StoredWeights | 
     """Return weights if their bytes are there; else None."""
     if stored is None or not files.is_whole(stored.tensor):
         return None
-    return stored if stored.factors is None or files.is_whole(stored.factors) else None
+    return stored if stored.codes is None or files.is_whole(stored.codes) else None
 
 
 def _find_columns(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
@@ -166,7 +168,7 @@ def _find_rows(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | N
     inner = stored.inner if inner is None else inner
     if not stored.inner - stored.block < inner <= stored.inner:
         return None
-    return StoredWeights(stored.tensor, inner, stored.columns, stored.is_transposed, stored.block, stored.factors)
+    return StoredWeights(stored.tensor, inner, stored.columns, stored.is_transposed, stored.block, stored.codes)
 
 
 def _packed_8(graph: Graph, cast: Node, files: WeightFiles) -> StoredWeights | None:
@@ -182,7 +184,7 @@ def _packed_8(graph: Graph, cast: Node, files: WeightFiles) -> StoredWeights | N
 
 
 def _packed_4(graph: Graph, gather: Node, files: WeightFiles) -> StoredWeights | None:
-    """Recognise Gather(pairs, Cast(stored) + Unsqueeze(256 · Cast(factors)))."""
+    """Recognise Gather(pairs, Cast(stored) + Unsqueeze(256 · Cast(codes)))."""
     if not is_operator(gather, "Gather", 2) or gather.attributes().get("axis", 0) != 0:
         return None
     place = _node(graph, gather.inputs[1])
@@ -194,31 +196,36 @@ def _packed_4(graph: Graph, gather: Node, files: WeightFiles) -> StoredWeights |
     first = _node(graph, begin.inputs[0])
     if first is None or not is_operator(first, "Mul", 2) or _integers(graph, begin.inputs[1], files) != [-1]:
         return None
-    factor = _node(graph, first.inputs[0])
-    if factor is None or not is_operator(factor, "Cast", 1):
+    code = _node(graph, first.inputs[0])
+    if code is None or not is_operator(code, "Cast", 1):
         return None
-    casts = [node.attributes() == {"to": DATA_TYPE_INT32} for node in (byte, factor)]
+    casts = [node.attributes() == {"to": DATA_TYPE_INT32} for node in (byte, code)]
     if not all(casts) or _integers(graph, first.inputs[1], files) != [BYTE_VALUES]:
         return None
-    tensor, factors = graph.find_tensor(byte.inputs[0]), graph.find_tensor(factor.inputs[0])
-    if tensor is None or factors is None or tensor.dtype != np.uint8 or factors.dtype != np.uint8:
+    tensor, codes = graph.find_tensor(byte.inputs[0]), graph.find_tensor(code.inputs[0])
+    if tensor is None or codes is None or tensor.dtype != np.uint8 or codes.dtype != np.uint8:
         return None
-    if len(tensor.shape) != 3 or factors.shape != tensor.shape[:2]:
+    if len(tensor.shape) != 3 or codes.shape != tensor.shape[:2]:
         return None
     if not _unpacks_pairs(evaluate(graph, gather.inputs[0], files)):
         return None
     columns, blocks, half = tensor.shape
-    return StoredWeights(tensor, blocks * half * 2, columns, block=2 * half, factors=factors)
+    return StoredWeights(tensor, blocks * half * 2, columns, block=2 * half, codes=codes)
 
 
 def _unpacks_pairs(table: Array | None) -> bool:
-    """Return whether row 256 · m + byte of a table holds both numbers of the byte, around 8, times m."""
-    if table is None or table.ndim != 2 or table.shape[1] != 2 or len(table) % BYTE_VALUES:
+    """Return whether row 256 · code + byte of a table holds both weights of the byte in a block with this code."""
+    if table is None or table.shape != (BYTE_VALUES**2, 2):
         return False
-    byte = np.arange(BYTE_VALUES)
-    numbers = np.stack([byte % 16, byte // 16], 1) - INT4_OFFSET
-    factors = np.arange(len(table) // BYTE_VALUES)[:, None, None]
-    return np.array_equal(table, (factors * numbers).reshape(-1, 2))
+    return np.array_equal(table, _pairs_table())
+
+
+@cache
+def _pairs_table() -> Array:
+    byte = np.arange(BYTE_VALUES, dtype=np.uint8)
+    m, shift = (values.astype(int)[:, None, None] for values in decode(byte))
+    table: Array = (m * np.stack([byte % 16, byte // 16], 1) - shift).reshape(-1, 2).astype(np.int8)
+    return table
 
 
 def evaluate(
@@ -253,7 +260,7 @@ def _evaluate(graph: Graph, name: str, files: WeightFiles, known: dict[str, Arra
     if not inputs or any(array is None for array in inputs):
         return None
     arrays = [array for array in inputs if array is not None]
-    if sum(array.size for array in arrays) > MAX_TABLE_VALUES:
+    if max(array.size for array in arrays) > MAX_TABLE_VALUES:
         return None
     try:
         result = _run(node.op_type, arrays, node.attributes())
@@ -273,10 +280,14 @@ def _run(operator: str, arrays: list[Array], attributes: dict[str, Attribute]) -
     axis = attributes.get("axis")
     if operator == "Concat" and isinstance(axis, int):
         return np.concatenate(arrays, axis=axis)
-    if operator == "Mul":
+    if operator in _ARITHMETIC:
         shape = np.broadcast_shapes(first.shape, arrays[1].shape)
-        product: Array | None = first * arrays[1] if np.prod(shape, dtype=float) <= MAX_TABLE_VALUES else None
-        return product
+        if np.prod(shape, dtype=float) > MAX_TABLE_VALUES:
+            return None
+        if operator == "Div" and not ((first >= 0).all() and (arrays[1] > 0).all()):
+            return None  # the operator rounds to zero
+        result: Array = _ARITHMETIC[operator](first, arrays[1])
+        return result
     if operator == "Reshape":
         return first.reshape([int(size) for size in arrays[1]])
     if operator == "Cast" and attributes == {"to": DATA_TYPE_INT8}:

@@ -13,9 +13,7 @@ import numpy.typing as npt
 from tformer_runtime.base.arrays import Array
 
 BLOCK_COLUMNS, STRIP_COLUMNS = 1024, 64  # of one block, and of one step of its transposition
-INT4_OFFSET = 8  # a stored number of 4 bits is 0 … 15 for -8 … 7
 MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
-MAX_FACTOR = 8  # of a block of 4 bits: m · q is an int8
 
 
 def transpose(source: Array, out: Array) -> None:
@@ -24,24 +22,33 @@ def transpose(source: Array, out: Array) -> None:
         out[:, begin : begin + STRIP_COLUMNS] = source[begin : begin + STRIP_COLUMNS].T
 
 
-def columns_of_4_bits(packed: npt.NDArray[np.uint8], factors: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
-    """Write the int8 columns m · q of weights w = scale · m · q.
+def decode(codes: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Return the multipliers m and the shifts ⌊m · z / 2⌋ of blocks of 4 bits.
 
-    packed: (N, blocks, block / 2). Byte i of a block holds the numbers q + 8 of 4 bits of its rows 2i and 2i + 1, the
-        first in the lower half.
-    factors: m, (N, blocks).
+    codes: m − 1 in the lower 3 bits, z in the upper 5.
+    """
+    m = (codes & 7) + 1
+    return m.view(np.int8), ((m * (codes >> 3)) >> 1).view(np.int8)  # at most 8 · 31 / 2
+
+
+def columns_of_4_bits(packed: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
+    """Write the int8 columns m · q − ⌊m · z / 2⌋ of weights of 4 bits.
+
+    packed: (N, blocks, block / 2). Byte i of a block holds the q, 0 … 15, of its rows 2i and 2i + 1, the first in the
+        lower half.
+    codes: of `decode`, (N, blocks).
     out: (K, N), with K at most blocks · block: further rows of the last block are left out.
     """
     count, blocks, half = packed.shape
-    source, multipliers = packed.reshape(count, blocks * half), np.ascontiguousarray(factors.T).view(np.int8)
+    source, (multipliers, shifts) = packed.reshape(count, blocks * half), decode(np.ascontiguousarray(codes.T))
     width = min(BLOCK_COLUMNS, count)
-    turned, numbers = np.empty((blocks * half, width), np.uint8), np.empty((half, width), np.uint8)
+    turned, numbers = np.empty((blocks * half, width), np.uint8), np.empty((half, width), np.int8)
     for first in range(0, count, width):
         columns = slice(first, min(first + width, count))
         used = columns.stop - first
         transpose(source[columns], turned[:, :used])
-        unsigned = numbers[:, :used]
-        signed = unsigned.view(np.int8)
+        signed = numbers[:, :used]
+        unsigned = signed.view(np.uint8)
         for block in range(blocks):
             pairs, rows = (
                 turned[block * half : (block + 1) * half, :used],
@@ -50,8 +57,8 @@ def columns_of_4_bits(packed: npt.NDArray[np.uint8], factors: npt.NDArray[np.uin
             for parity in (0, 1):
                 half_of_rows = rows[parity::2, columns]
                 np.bitwise_and(pairs, 15, out=unsigned) if parity == 0 else np.right_shift(pairs, 4, out=unsigned)
-                unsigned -= INT4_OFFSET
-                np.multiply(signed[: len(half_of_rows)], multipliers[block, columns], out=half_of_rows)
+                signed *= multipliers[block, columns]
+                np.subtract(signed[: len(half_of_rows)], shifts[block, columns], out=half_of_rows)
 
 
 def columns_of_8_bits(packed: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:

@@ -40,7 +40,7 @@ class Rounding:
                 if number in matrix.choices and not matrix.is_table:
                     weight = matrix.read(self.model)
                     self._integers[name, number] = (
-                        round_gptq.in_blocks(weight, hessian, matrix.block)
+                        round_gptq.in_blocks(weight, hessian, matrix.blocks)
                         if number == 4
                         else round_gptq.per_column(weight, hessian)
                     )
@@ -51,12 +51,12 @@ class Rounding:
         if key not in self._integers:
             weight = matrix.read(self.model)
             self._integers[key] = (
-                round_least_error.in_blocks(weight, matrix.block) if bits == 4 else round_nearest.per_column(weight)
+                round_least_error.in_blocks(weight, matrix.blocks) if bits == 4 else round_nearest.per_column(weight)
             )
         return self._integers[key]
 
     def dequantize(self, matrix: Matrix, bits: int) -> np.ndarray:
         """Return the numbers for which the integers stand, float32 (K, N)."""
-        q, *multipliers, scale = self.integers(matrix, bits)
-        values = round_nearest.expand(q, multipliers[0], matrix.block) if multipliers else q
+        q, *codes, scale = self.integers(matrix, bits)
+        values = round_nearest.expand(q, codes[0], matrix.blocks.rows) if codes else q
         return values * scale

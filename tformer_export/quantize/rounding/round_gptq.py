@@ -63,24 +63,36 @@ def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.nda
     Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
     """
     _, scale = round_least_error.per_column(weight, hessian.importance)
-    limits = -pair_sums.MAX_WEIGHT, pair_sums.MAX_WEIGHT
-    q = round_with_feedback(weight, hessian, np.broadcast_to(scale, weight.shape), *limits, pair_sums.MAX_PAIR_SUM)
+    steps, whole = np.broadcast_to(scale, weight.shape), np.zeros(weight.shape, np.int8)
+    limits = np.full(weight.shape, -pair_sums.MAX_WEIGHT), np.full(weight.shape, pair_sums.MAX_WEIGHT)
+    q = round_with_feedback(weight, hessian, steps, whole, *limits, pair_sums.MAX_PAIR_SUM)
     return q, _fit_scale(weight, q, scale, hessian)
 
 
-def in_blocks(weight: np.ndarray, hessian: Hessian, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return 4-bit q, multipliers and float32 scales in the format of `round_nearest.in_blocks`."""
-    _, multipliers, scale = round_least_error.in_blocks(weight, block, hessian.importance)
-    of_rows = np.repeat(multipliers, block, 0)[: len(weight)]
-    q = round_with_feedback(weight, hessian, of_rows * scale, round_nearest.MIN_INT4, round_nearest.MAX_INT4)
-    return q, multipliers, _fit_scale(weight, round_nearest.expand(q, multipliers, block), scale, hessian)
+def in_blocks(
+    weight: np.ndarray, hessian: Hessian, blocks: round_nearest.Blocks
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return q, codes and float32 scales in the format of `round_nearest.in_blocks`."""
+    _, codes, scale = round_least_error.in_blocks(weight, blocks, hessian.importance)
+    block = blocks.rows
+    m, shift = (round_nearest.of_rows(values, block, len(weight)) for values in round_nearest.decode(codes))
+    limits = round_nearest.limits(m, shift)
+    q = round_with_feedback(weight, hessian, m * scale, shift / m, *limits).astype(np.uint8)
+    return q, codes, _fit_scale(weight, round_nearest.expand(q, codes, block), scale, hessian)
 
 
 def round_with_feedback(
-    weight: np.ndarray, hessian: Hessian, steps: np.ndarray, low: int, high: int, pair_max: int | None = None
+    weight: np.ndarray,
+    hessian: Hessian,
+    steps: np.ndarray,
+    zeros: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    pair_max: int | None = None,
 ) -> np.ndarray:
-    """Round weights (K, N) to integers in low … high, row by row with error feedback. steps: (K, N).
+    """Round weights w ≈ steps · (q − zeros) to integers q in low … high, row by row with error feedback.
 
+    All arrays are (K, N).
     pair_max: the largest magnitude of the sum of rows 2i and 2i + 1 (`pair_sums.py`). The row of a pair that is rounded
         second keeps to it, and its error is fed back too.
     """
@@ -91,13 +103,13 @@ def round_with_feedback(
         end = min(begin + LAZY_UPDATE_ROWS, len(rest))
         errors = np.empty((end - begin, rest.shape[1]))
         for k in range(begin, end):
-            row, step = order[k], steps[order[k]]
-            lowest, highest = np.full(rest.shape[1], low), np.full(rest.shape[1], high)
+            row = order[k]
+            step, zero, lowest, highest = steps[row], zeros[row], low[row], high[row]
             if pair_max is not None and row ^ 1 < len(q):
                 other = q[row ^ 1].astype(int)
-                lowest, highest = np.maximum(low, -pair_max - other), np.minimum(high, pair_max - other)
-            q[row] = np.rint(rest[k] / step).clip(lowest, highest)
-            errors[k - begin] = (rest[k] - q[row] * step) / upper[k, k]
+                lowest, highest = np.maximum(lowest, -pair_max - other), np.minimum(highest, pair_max - other)
+            q[row] = np.rint(rest[k] / step + zero).clip(lowest, highest)
+            errors[k - begin] = (rest[k] - (q[row] - zero) * step) / upper[k, k]
             rest[k + 1 : end] -= np.outer(upper[k, k + 1 : end], errors[k - begin])
         rest[end:] -= upper[begin:end, end:].T @ errors
     return q

@@ -2,10 +2,10 @@
 
 Few weights of a block are as large as its largest. Clipping those makes the steps of all others smaller, so the best
 scale is below the scale of the largest weight (Sakr et al. 2022, https://arxiv.org/abs/2206.06501). Both levels of 4
-bits are searched together, because a block's multiplier is a whole number: the best step of a block may not be a step
-of its column. No result is worse than rounding to nearest, by the measure
+bits are searched together, because a block's multiplier and zero point are whole numbers: the best steps of a block may
+not be steps of its column. No result is worse than rounding to nearest, by the measure
 
-    Σₖ importance[k] · (w[k, n] − scale[n] · m[k // block, n] · q[k, n])²
+    Σₖ importance[k] · (w[k, n] − ŵ[k, n])²
 
 `importance` (K,) is the mean square of each input of the product, where it is known. The sum is then the expected error
 of the product's result, if inputs are uncorrelated. Without it every weight counts the same. More:
@@ -27,7 +27,13 @@ T = TypeVar("T")
 
 PARALLEL_PART_VALUES = 1 << 17  # weights of a part, so that intermediate results stay in the processor's cache
 CLIP_SHARES = np.linspace(1.0, 0.5, 21).tolist()  # tried magnitudes of the largest step, relative to the largest weight
-MIN_LARGEST_MULTIPLIER = 5  # of the block with the widest range; a smaller one leaves other blocks few choices
+SCALE_SHARES = (
+    1.0,
+    0.9,
+    0.8,
+    0.7,
+)  # tried scales of 4 bits, relative to the least that reaches all weights of a column
+STEPS_BELOW = (0, 1, 2)  # tried multipliers of a block, below the least that reaches all its weights
 FIT_ROUNDS = 3  # rounds of fitting a column's scale by least squares and rounding to it
 
 
@@ -42,16 +48,16 @@ def per_column(weight: np.ndarray, importance: np.ndarray | None = None) -> tupl
 
 
 def in_blocks(
-    weight: np.ndarray, block: int, importance: np.ndarray | None = None
+    weight: np.ndarray, blocks: round_nearest.Blocks, importance: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round as `round_nearest.in_blocks` does, with the scales and multipliers of least error.
+    """Round as `round_nearest.in_blocks` does, with the scales, multipliers and zero points of least error.
 
     Time: some 30 passes over the weights, on all cores.
     """
     shares = _shares(weight, importance)
-    parts = _map_parts(weight, lambda part: _search_blocks(part, block, shares))
-    q, m, scale = zip(*parts, strict=True)
-    return np.concatenate(q, 1), np.concatenate(m, 1), np.concatenate(scale)
+    parts = _map_parts(weight, lambda part: _search_blocks(part, blocks, shares))
+    q, codes, scale = zip(*parts, strict=True)
+    return np.concatenate(q, 1), np.concatenate(codes, 1), np.concatenate(scale)
 
 
 def error(weight: np.ndarray, rounded: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
@@ -100,72 +106,62 @@ def _search_columns(weight: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray,
     return best, scale
 
 
-def _search_blocks(weight: np.ndarray, block: int, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the integers, multipliers and scales of least error for 4 bits."""
-    edges = np.arange(0, len(weight), block)
-    best, multipliers, scale = round_nearest.in_blocks(weight, block)
-    rounded = round_nearest.expand(best, multipliers, block) * scale
-    least_error = (shares * (weight - rounded) ** 2).sum(0)
-    ideal_steps = _best_steps(weight, edges, block, shares)
-    widest = ideal_steps.max(0)
-    for coarse in range(MIN_LARGEST_MULTIPLIER, round_nearest.MAX_BLOCK_MULTIPLIER + 1):
-        candidate = np.where(widest > 0, widest / coarse, 1).astype(np.float32)
-        nearby = [
-            (np.floor(ideal_steps / candidate) + up).clip(1, round_nearest.MAX_BLOCK_MULTIPLIER).astype(np.uint8)
-            for up in (0, 1)
-        ]
-        errors = [_block_errors(weight, m, candidate, edges, block, shares) for m in nearby]
-        m = np.where(errors[0] <= errors[1], *nearby)
-        candidate_error = np.minimum(*errors).sum(0)
+def _search_blocks(
+    weight: np.ndarray, blocks: round_nearest.Blocks, shares: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the integers, codes and scales of least error for 4 bits."""
+    block, edges = blocks.rows, np.arange(0, len(weight), blocks.rows)
+    q, codes, scale = round_nearest.in_blocks(weight, blocks)
+    least_error = (shares * (weight - round_nearest.expand(q, codes, block) * scale) ** 2).sum(0)
+    low = np.minimum(np.minimum.reduceat(weight, edges, 0), 0)
+    high = np.maximum(np.maximum.reduceat(weight, edges, 0), 0)
+    widest, unit = round_nearest.scale_in_reach(low, high), 2 if blocks.has_whole_zeros else 1
+    for share in SCALE_SHARES:
+        candidate = (widest * share).astype(np.float32)
+        whole = np.ceil((high - low) / (round_nearest.MAX_INT4 * candidate))
+        best_errors, best_codes = np.full(low.shape, np.inf, np.float32), np.zeros(low.shape, np.uint8)
+        ratio = weight / candidate
+        for fewer in STEPS_BELOW:
+            m = (whole - fewer).clip(1, round_nearest.MAX_BLOCK_MULTIPLIER)
+            for rounding in (np.floor, np.ceil):
+                z = round_nearest.zeros_of_middle(low + high, m * candidate, unit, rounding)
+                tried = round_nearest.encode(m, z)
+                errors = _block_errors(ratio, tried, edges, block, shares)
+                better = errors < best_errors
+                np.copyto(best_errors, errors, where=better)
+                np.copyto(best_codes, tried, where=better)
+        candidate_error = best_errors.sum(0) * candidate**2
         better = candidate_error < least_error
         np.copyto(least_error, candidate_error, where=better)
         np.copyto(scale, candidate, where=better)
-        np.copyto(multipliers, m, where=better)
-        np.copyto(best, _round_to_scale(weight, m, candidate, block), where=better)
+        np.copyto(codes, best_codes, where=better)
+        del ratio
+    q = round_nearest.round_to_codes(weight, codes, scale, block)
     for _ in range(FIT_ROUNDS):  # each round can only reduce the error
-        candidate = _fit_scale(weight, round_nearest.expand(best, multipliers, block), scale, shares)
-        q = _round_to_scale(weight, multipliers, candidate, block)
-        candidate_error = (shares * (weight - round_nearest.expand(q, multipliers, block) * candidate) ** 2).sum(0)
+        candidate = _fit_scale(weight, round_nearest.expand(q, codes, block), scale, shares)
+        again = round_nearest.round_to_codes(weight, codes, candidate, block)
+        candidate_error = (shares * (weight - round_nearest.expand(again, codes, block) * candidate) ** 2).sum(0)
         better = candidate_error < least_error
         np.copyto(least_error, candidate_error, where=better)
         np.copyto(scale, candidate, where=better)
-        np.copyto(best, q, where=better)
-    return best, multipliers, scale
-
-
-def _round_to_scale(weight: np.ndarray, m: np.ndarray, scale: np.ndarray, block: int) -> np.ndarray:
-    """Return the q of given multipliers and scales."""
-    ratio: np.ndarray = weight / (np.repeat(m, block, 0)[: len(weight)] * scale)
-    np.rint(ratio, out=ratio).clip(round_nearest.MIN_INT4, round_nearest.MAX_INT4, out=ratio)
-    return ratio.astype(np.int8)
-
-
-def _best_steps(weight: np.ndarray, edges: np.ndarray, block: int, shares: np.ndarray) -> np.ndarray:
-    """Return the best step of each block if it were free, (blocks, N)."""
-    largest = np.maximum.reduceat(np.abs(weight), edges) / round_nearest.MAX_INT4
-    chosen, least_error = largest.copy(), np.full(largest.shape, np.inf, np.float32)
-    one = np.ones(largest.shape, np.uint8)
-    for share in CLIP_SHARES:
-        steps = largest * share
-        errors = _block_errors(weight, one, steps, edges, block, shares)
-        better = errors < least_error
-        np.copyto(least_error, errors, where=better)
-        np.copyto(chosen, steps, where=better)
-    return chosen
+        np.copyto(q, again, where=better)
+    return q, codes, scale
 
 
 def _block_errors(
-    weight: np.ndarray, m: np.ndarray, scale: np.ndarray, edges: np.ndarray, block: int, shares: np.ndarray
+    ratio: np.ndarray, codes: np.ndarray, edges: np.ndarray, block: int, shares: np.ndarray
 ) -> np.ndarray:
-    """Return the error of each block, (blocks, N). scale: of each column, or of each block."""
-    steps = m * scale
-    steps[steps == 0] = 1
-    of_rows = np.repeat(steps, block, 0)[: len(weight)]
-    rest = weight / of_rows
-    np.rint(rest, out=rest)
-    rest.clip(round_nearest.MIN_INT4, round_nearest.MAX_INT4, out=rest)
-    rest *= of_rows
-    rest -= weight
+    """Return the error of each block (blocks, N), of weights and steps in units of the column's scale."""
+    m, shift = (values.astype(np.float32) for values in round_nearest.decode(codes))
+    low, high = (values.astype(np.float32) for values in round_nearest.limits(*round_nearest.decode(codes)))
+    inner = len(ratio)
+    m, shift, low, high = (round_nearest.of_rows(values, block, inner) for values in (m, shift, low, high))
+    rest = ratio + shift
+    q = rest / m
+    np.rint(q, out=q)
+    np.clip(q, low, high, out=q)
+    q *= m
+    rest -= q
     rest *= rest
     rest *= shares
     return np.add.reduceat(rest, edges)

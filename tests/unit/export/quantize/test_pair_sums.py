@@ -31,19 +31,20 @@ def saturates(b):
     return up.max() > INT16.max or down.min() < INT16.min
 
 
-def iter_roundings(weight, block=16):
+def iter_roundings(weight):
     """Yield the name and the integers of each rounding for products of uint8 by int8."""
     hessian = round_gptq.Hessian(np.eye(len(weight)) + 0.5)
     yield "to nearest", round_nearest.per_column(weight)[0]
     yield "least error", round_least_error.per_column(weight)[0]
     yield "feedback", round_gptq.per_column(weight, hessian)[0]
+    blocks = round_nearest.Blocks(16)
     block_roundings = (
-        round_nearest.in_blocks(weight, block),
-        round_least_error.in_blocks(weight, block),
-        round_gptq.in_blocks(weight, hessian, block),
+        round_nearest.in_blocks(weight, blocks),
+        round_least_error.in_blocks(weight, blocks),
+        round_gptq.in_blocks(weight, hessian, blocks),
     )
-    for name, (q, m, _) in zip(("nearest", "least error", "feedback"), block_roundings, strict=True):
-        yield f"4 bits, {name}", round_nearest.expand(q, m, block)
+    for name, (q, codes, _) in zip(("nearest", "least error", "feedback"), block_roundings, strict=True):
+        yield f"4 bits, {name}", round_nearest.expand(q, codes, blocks.rows)
 
 
 @given(matrices)
