@@ -3,7 +3,7 @@
 int8: w ≈ scale · q, with the smallest scale of a column that keeps its weights and pairs in range (`pair_sums.py`).
 
 int4: w ≈ scale · (m · q − ⌊m · z / 2⌋), in two levels (progressive group quantisation of QServe, Lin et al. 2024).
-    q has 4 bits. m is a small whole number and z / 2 a zero point for each block of a column, and scale is a float for each
+    q has 4 bits. m is a small whole number and z / 2 a zero point for each block of a column, scale a float for each
     column. The bracket is an int8 of at most 64, so that kernels for many rows get int8 columns with one scale each,
     and no pair of them leaves its range. m and z of a block are one byte, its code. Errors:
     docs/design/quantization.md#integers-of-the-weights.
