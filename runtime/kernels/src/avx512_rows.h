@@ -76,20 +76,41 @@ struct Steps {
   }
 };
 
-// As `expand_panel`. Products of 4 bits and a multiplier fit a byte, so that one multiplication of words makes two.
+// Steps for weights that are made in bytes. m: in each word. shift: in each byte.
+struct ByteSteps {
+  __m512i m, shift;
+
+  INLINE explicit ByteSteps(const uint8_t* codes) {
+    const Steps steps(codes);
+    m = _mm512_or_si512(steps.m, _mm512_slli_epi32(steps.m, 16));
+    const __m512i word = _mm512_or_si512(steps.shift, _mm512_slli_epi32(steps.shift, 16));
+    shift = _mm512_or_si512(word, _mm512_slli_epi16(word, 8));
+  }
+};
+
+// The int8 weights of a pair of groups. Products of 4 bits and a multiplier fit a byte, so that one multiplication of words
+// makes two.
+struct Pair {
+  __m512i first, second;
+
+  INLINE Pair(const uint8_t* weights, __m512i m, __m512i shift) {
+    const __m512i low = _mm512_set1_epi8(15), both = _mm512_load_si512(weights);
+    first = _mm512_and_si512(both, low);
+    second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    first = _mm512_sub_epi8(_mm512_mullo_epi16(first, m), shift);
+    second = _mm512_sub_epi8(_mm512_mullo_epi16(second, m), shift);
+  }
+};
+
+// As `expand_panel`.
 [[maybe_unused]] inline void expand_panel_avx512(const Matrix& matrix, size_t p, uint8_t* out) {
   const uint8_t *data = matrix.panel(p), *codes = matrix.codes_of(p);
-  const __m512i low = _mm512_set1_epi8(15);
   for (size_t b = 0; b < matrix.blocks(); b++, codes += PANEL) {
-    const Steps steps(codes);
-    const __m512i m = _mm512_or_si512(steps.m, _mm512_slli_epi32(steps.m, 16));
-    __m512i shift = _mm512_or_si512(steps.shift, _mm512_slli_epi32(steps.shift, 16));
-    shift = _mm512_or_si512(shift, _mm512_slli_epi16(shift, 8));  // in each byte
+    const ByteSteps steps(codes);
     for (size_t row = 0; row < matrix.block; row += 2 * GROUP, data += GROUP_BYTES, out += 2 * GROUP_BYTES) {
-      const __m512i both = _mm512_load_si512(data);
-      const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-      _mm512_store_si512(out, _mm512_sub_epi8(_mm512_mullo_epi16(first, m), shift));
-      _mm512_store_si512(out + GROUP_BYTES, _mm512_sub_epi8(_mm512_mullo_epi16(second, m), shift));
+      const Pair w(data, steps.m, steps.shift);
+      _mm512_store_si512(out, w.first);
+      _mm512_store_si512(out + GROUP_BYTES, w.second);
     }
   }
 }

@@ -8,8 +8,9 @@
 namespace tformer {
 namespace {
 
-constexpr size_t STREAM_ROWS = 4;        // for so few rows weights are read as fast as they come from memory
-constexpr size_t STREAM_PREFETCH = 2048;  // bytes
+constexpr size_t STREAM_ROWS_8 = 8, STREAM_ROWS_4 = 2;  // for so few rows weights are read as fast as they come from memory
+constexpr size_t DIRECT_ROWS = 10;  // for so few rows 4 bits are unpacked in registers
+constexpr size_t STREAM_PREFETCH = 8192;  // bytes
 constexpr size_t NEAR_BYTES = 32768;      // panels of so many bytes stay in the nearest cache with those before them
 
 INLINE __m512i broadcast(const uint8_t* q) {
@@ -37,8 +38,10 @@ INLINE void store_tile(const Tile& tile, size_t row, size_t p, const __m512i (&s
 }
 
 // Few rows: one panel after the other, with WAYS sums of a row, which do not wait for each other.
-template <int ROWS, int WAYS>
+template <int ROWS, int PANELS>
 struct Stream8 {
+  static_assert(PANELS == 1);
+  static constexpr int WAYS = ROWS <= 4 ? 4 : 2;
   static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
     const size_t inner = tile.matrix->padded_inner;
     const uint8_t* q = tile.rows + row * inner;
@@ -68,14 +71,16 @@ struct Kernel8 {
   static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
     const size_t inner = tile.matrix->padded_inner, panel = inner * PANEL;
     const size_t ahead = PANELS * panel <= NEAR_BYTES ? PANELS * panel : STREAM_PREFETCH;
+    const uint8_t* next = tile.next ? tile.next : weights + ahead;
+    const size_t next_panel = tile.next ? 0 : panel;
     const uint8_t* q = tile.rows + row * inner;
     __m512i sums[ROWS][PANELS];
     unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
-    for (size_t k = 0; k < inner; k += GROUP, weights += GROUP_BYTES) {
+    for (size_t k = 0; k < inner; k += GROUP, weights += GROUP_BYTES, next += GROUP_BYTES) {
       __m512i w[PANELS];
       unroll<PANELS>(UNROLLED(j) {
         w[j] = _mm512_load_si512(weights + j * panel);
-        prefetch(weights + j * panel + ahead);
+        prefetch(next + j * next_panel);
       });
       unroll<ROWS>(UNROLLED(r) {
         const __m512i a = broadcast(q + r * inner + k);
@@ -90,8 +95,8 @@ void multiply8(const Tile& tile) {
   const Matrix& matrix = *tile.matrix;
   const size_t rows = tile.row_end - tile.row_begin;
   size_t p = tile.panel_begin;
-  if (rows <= STREAM_ROWS)
-    for (; p < tile.panel_end; p++) for_rows<Stream8, 4, STREAM_ROWS>(tile, p, matrix.panel(p));
+  if (rows <= STREAM_ROWS_8)
+    for (; p < tile.panel_end; p++) for_rows<Stream8, 1, STREAM_ROWS_8>(tile, p, matrix.panel(p));
   for (; p + 2 <= tile.panel_end; p += 2) for_rows<Kernel8, 2, 12>(tile, p, matrix.panel(p));
   for (; p < tile.panel_end; p++) for_rows<Kernel8, 1, 12>(tile, p, matrix.panel(p));
 }
@@ -140,20 +145,63 @@ struct Stream4 {
   }
 };
 
-// More rows: the int8 form of two panels is made first.
+// More rows: their int8 form is made in registers.
+template <int ROWS, int PANELS>
+struct Direct4 {
+  static void run(const Tile& tile, size_t row, size_t p, const uint8_t* weights) {
+    const Matrix& matrix = *tile.matrix;
+    const size_t inner = matrix.padded_inner, panel = matrix.panel_bytes(), code_bytes = matrix.blocks() * PANEL;
+    const uint8_t *codes = matrix.codes_of(p), *q = tile.rows + row * inner;
+    __m512i sums[ROWS][PANELS];
+    unroll<ROWS>(UNROLLED(r) { unroll<PANELS>(UNROLLED(j) { sums[r][j] = _mm512_setzero_si512(); }); });
+    for (size_t b = 0; b < inner; b += matrix.block, codes += PANEL) {
+      __m512i m[PANELS], shift[PANELS];
+      unroll<PANELS>(UNROLLED(j) {
+        const ByteSteps steps(codes + j * code_bytes);
+        m[j] = steps.m, shift[j] = steps.shift;
+      });
+      for (size_t k = b; k < b + matrix.block; k += 2 * GROUP, weights += GROUP_BYTES) {
+        __m512i w[PANELS], v[PANELS];
+        unroll<PANELS>(UNROLLED(j) {
+          const Pair pair(weights + j * panel, m[j], shift[j]);
+          w[j] = pair.first, v[j] = pair.second;
+          prefetch(weights + j * panel + (PANELS == 1 ? STREAM_PREFETCH : PANELS * panel));
+        });
+        unroll<ROWS>(UNROLLED(r) {
+          const __m512i a = broadcast(q + r * inner + k);
+          unroll<PANELS>(UNROLLED(j) { add_products(sums[r][j], a, w[j]); });
+        });
+        unroll<ROWS>(UNROLLED(r) {
+          const __m512i a = broadcast(q + r * inner + k + GROUP);
+          unroll<PANELS>(UNROLLED(j) { add_products(sums[r][j], a, v[j]); });
+        });
+      }
+    }
+    store_tile<ROWS, PANELS>(tile, row, p, sums);
+  }
+};
+
+// Many rows: the int8 form of two panels is made first.
 void multiply4(const Tile& tile) {
   const Matrix& matrix = *tile.matrix;
   size_t p = tile.panel_begin;
-  if (tile.row_end - tile.row_begin <= STREAM_ROWS) {
-    for (; p < tile.panel_end; p++) for_rows<Stream4, 1, STREAM_ROWS>(tile, p, matrix.panel(p));
+  if (tile.row_end - tile.row_begin <= STREAM_ROWS_4) {
+    for (; p < tile.panel_end; p++) for_rows<Stream4, 1, STREAM_ROWS_4>(tile, p, matrix.panel(p));
+    return;
+  }
+  if (tile.row_end - tile.row_begin <= DIRECT_ROWS) {
+    for (; p + 2 <= tile.panel_end; p += 2) for_rows<Direct4, 2, DIRECT_ROWS>(tile, p, matrix.panel(p));
+    for (; p < tile.panel_end; p++) for_rows<Direct4, 1, DIRECT_ROWS>(tile, p, matrix.panel(p));
     return;
   }
   const size_t bytes = matrix.padded_inner * PANEL;
   uint8_t* weights = expanded_panels(2 * bytes);
+  Tile expanded = tile;
   for (; p + 2 <= tile.panel_end; p += 2) {
     expand_panel_avx512(matrix, p, weights);
     expand_panel_avx512(matrix, p + 1, weights + bytes);
-    for_rows<Kernel8, 2, 12>(tile, p, weights);
+    expanded.next = matrix.panel(p + 2);
+    for_rows<Kernel8, 2, 12>(expanded, p, weights);
   }
   if (p < tile.panel_end) {
     expand_panel_avx512(matrix, p, weights);

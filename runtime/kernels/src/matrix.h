@@ -99,6 +99,7 @@ struct Tile {
   size_t row_begin, row_end, panel_begin, panel_end;
   int zero;                   // the uint8 that stands for zero
   bool column_first;          // whether results are multiplied by the column's scale before the row's
+  const uint8_t* next = nullptr;  // what is read after these weights, if they are not followed by the next panels
 };
 
 // The functions of one kind of processor.
