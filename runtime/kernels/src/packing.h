@@ -21,8 +21,8 @@ struct Packed {
 Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, uint8_t flip,
                    size_t inner, size_t columns, const float* scale, const float* bias, unsigned threads);
 
-// 4-bit weights as MatMulNBits reads them, (N, ⌈K / block⌉, block / 2) around 8, the lower half first, and their
-// multipliers (N, ⌈K / block⌉).
+// 4-bit weights as MatMulNBits reads them, (N, ⌈K / block⌉, block / 2), the lower half first, and their
+// codes (N, ⌈K / block⌉).
 Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
                    size_t columns, const float* scale, const float* bias, unsigned threads);
 

@@ -68,7 +68,7 @@ void sum_blocks(const uint8_t* numbers, size_t block, size_t blocks, int16_t* su
   }
 }
 
-// Quantises rows begin … end. into: where the first of them goes, if it is row `first`.
+// Quantises rows begin … end. into: the memory of rows from `first` on.
 void quantise(const Call& call, size_t begin, size_t end, size_t first, const Rows& into) {
   const Matrix& matrix = *call.matrix;
   const bool scaled_by_columns = call.scaling.fixed_scale > 0 && call.column_first;  // which contain the fixed scale

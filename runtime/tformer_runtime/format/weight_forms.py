@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tformer_runtime.base.arrays import Array
 
 BLOCK_COLUMNS, STRIP_COLUMNS = 1024, 64  # of one block, and of one step of its transposition
+GROUP_PAIRS = 128  # rows of pairs of 4 bits that are unpacked at once
 MIDDLE = 128  # the uint8 that stands for zero in the packed form of 8 bits
 
 
@@ -41,24 +42,25 @@ def columns_of_4_bits(packed: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8
     """
     count, blocks, half = packed.shape
     source, (multipliers, shifts) = packed.reshape(count, blocks * half), decode(np.ascontiguousarray(codes.T))
-    width = min(BLOCK_COLUMNS, count)
-    turned, numbers = np.empty((blocks * half, width), np.uint8), np.empty((half, width), np.int8)
+    width, group = min(BLOCK_COLUMNS, count), max(1, GROUP_PAIRS // half)
+    turned, numbers = np.empty((blocks * half, width), np.uint8), np.empty((group * half, width), np.int8)
     for first in range(0, count, width):
         columns = slice(first, min(first + width, count))
         used = columns.stop - first
         transpose(source[columns], turned[:, :used])
-        signed = numbers[:, :used]
-        unsigned = signed.view(np.uint8)
-        for block in range(blocks):
-            pairs, rows = (
-                turned[block * half : (block + 1) * half, :used],
-                out[2 * block * half : 2 * (block + 1) * half],
-            )
+        for begin in range(0, blocks, group):
+            those = slice(begin, min(begin + group, blocks))
+            pairs = turned[those.start * half : those.stop * half, :used]
+            rows = out[2 * those.start * half : 2 * those.stop * half]
+            signed = numbers[: len(pairs), :used]
+            by_block = signed.reshape(-1, half, used)
+            unsigned = signed.view(np.uint8)
             for parity in (0, 1):
                 half_of_rows = rows[parity::2, columns]
                 np.bitwise_and(pairs, 15, out=unsigned) if parity == 0 else np.right_shift(pairs, 4, out=unsigned)
-                signed *= multipliers[block, columns]
-                np.subtract(signed[: len(half_of_rows)], shifts[block, columns], out=half_of_rows)
+                by_block *= multipliers[those, None, columns]
+                by_block -= shifts[those, None, columns]
+                half_of_rows[:] = signed[: len(half_of_rows)]
 
 
 def columns_of_8_bits(packed: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
