@@ -71,6 +71,8 @@ def _click_option(heading: str, dest: str, spec: ExportOptionSpec, default: Any)
         settings |= {"is_flag": True, "metavar": None}
     elif spec.kind == "length":
         settings |= {"type": click.IntRange(min=2)}
+    elif spec.kind == "number":
+        settings |= {"type": float}
     elif spec.kind == "layers":
         settings |= {"is_flag": False, "flag_value": ""}
     elif spec.kind == "names":

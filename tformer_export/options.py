@@ -23,6 +23,7 @@ To add an option:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Quantization:
     weights: str = option(
         "none",
         "Store weights as 8-bit or 4-bit integers. mixed chooses 4 bits, 8 bits or float for each matrix: the fewest "
-        "bits within --max-degradation.",
+        "bits within --max-degradation, or the least loss within --max-bits.",
         flag="--quantize",
         choices=QUANTIZATIONS,
     )
@@ -99,6 +100,14 @@ class Quantization:
         flag="--max-degradation",
         metavar="SHARE",
     )
+    max_bits: float | None = option(
+        None,
+        "With mixed, let the matrices take at most this many bits for each weight, with their scales, such as 4.8. Of "
+        "the mixtures that fit, the file has the largest.",
+        "number",
+        flag="--max-bits",
+        metavar="BITS",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -108,6 +117,8 @@ class Quantization:
             )
         if self.calibration is not None and not Path(self.calibration).is_file():
             raise OptionError(f"there is no file {self.calibration} to calibrate with")
+        if self.max_bits is not None and (self.weights != "mixed" or not 0 < self.max_bits < math.inf):
+            raise OptionError("max_bits is a number of bits, such as 4.8, for quantization 'mixed' alone")
         budget = DegradationBudget.of(self.max_degradation)
         unused = "calibration" if self.calibration is not None else "max_degradation" if budget.is_set else None
         if not self.quantizes and unused is not None:

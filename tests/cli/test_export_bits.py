@@ -96,6 +96,17 @@ def test_mixed_quantization_stays_within_max_degradation(checkpoint, lines, run)
     assert len(model.generate("abc").token_ids) > 0
 
 
+def test_mixed_quantization_stays_within_max_bits(checkpoint, lines, run):
+    options = ("--quantize", "mixed", "--calibration", lines, "--max-bits", "8")
+    status, err = run(*checkpoint, "-o", "out.onnx", *options, "--report", "report.json")
+    assert status == 0, err
+    mixture = json.loads(Path("report.json").read_text())["mixture"]
+    assert mixture["budget"] == "8 bits for each weight"
+    weights = sum(inner * columns for inner, columns in (layer["shape"] for layer in mixture["layers"]))
+    assert 8 * mixture["frontier"][mixture["chosen"]]["size"] / weights <= 8
+    assert {layer["bits"] for layer in mixture["layers"]} == {4, 8}
+
+
 def test_plot_without_matplotlib_is_refused_before_the_export(checkpoint, lines, refused, monkeypatch):
     import importlib.util
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tformer_runtime.base.errors import OptionError
 
-Kind = Literal["choice", "text", "list", "file", "length", "switch", "layers", "names"]
+Kind = Literal["choice", "text", "list", "file", "length", "number", "switch", "layers", "names"]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,8 @@ def _budget(options: ExportOptions, reference: ReferenceDistribution | Reference
     reference: for a single-pass model, or one that is stepped over numbers; its outputs determine the unit.
     """
     budget = options.budget
-    if options.quantization.weights == "mixed" and budget.tokens is None and budget.perplexity is None:
+    is_unlimited = not budget.is_set and options.quantization.max_bits is None
+    if options.quantization.weights == "mixed" and is_unlimited:
         budget = MIXED_BUDGET if reference is None else MIXED_SINGLE_PASS_BUDGET
     return budget if reference is None else budget.with_unit(reference.meaning)
 
@@ -152,7 +153,7 @@ def _budget(options: ExportOptions, reference: ReferenceDistribution | Reference
 def _plans(planner: BitPlanner, options: ExportOptions, budget: DegradationBudget) -> Sequence[BitPlan]:
     """Return the plans in the order in which they are tried."""
     if options.quantization.weights == "mixed":
-        return planner.mixed(budget)
+        return planner.mixed(budget, options.quantization.max_bits)
     if options.quantization.weights == "none" or (
         options.quantization.weights == "int8" and options.quantization.calibration is None
     ):

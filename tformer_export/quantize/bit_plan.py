@@ -69,6 +69,7 @@ class MeasuredMixture:
 class Mixture:
     """The bits of a file's matrices, and the frontier from which they were chosen, the largest mixture first.
 
+    budget: the limits of the loss and of the bits, in words.
     chosen: the index of the file's mixture in the frontier.
     positions: the number of tokens or vectors on which each was measured.
     layers: in the order of computation.
@@ -155,19 +156,27 @@ class BitPlanner:
         """Return the plan with all products in these bits; a product whose matrix may not have them has more."""
         return self._plan({m.name: m.at_least(bits) for m in self.matrices})
 
-    def mixed(self, budget: DegradationBudget) -> list[BitPlan]:
+    def mixed(self, budget: DegradationBudget, max_bits: float | None = None) -> list[BitPlan]:
         """Return the plans of the mixtures within the budget, the smallest first.
 
+        max_bits: for each weight, with the scales. With it, the plans begin with the largest that has so many.
         Raises ParityError, with the nearest mixture, if there is none, and OptionError if the model has no matrices to
-        quantise.
+        quantise, or needs more bits than `max_bits` in any mixture.
         """
         if not self.matrices:
             raise no_matrices()
-        result = self._search(budget)
-        fitting = result.within(budget)
+        result = self._search(budget, max_bits)
+        if max_bits is not None and result.least_bits > max_bits:
+            raise OptionError(
+                f"with the fewest bits everywhere each weight takes {result.least_bits:.2f} bits, with the scales: "
+                f"allow more than max_bits {max_bits:g}"
+            )
+        fitting, limit = result.within(budget, max_bits), str(budget)
+        if max_bits is not None:
+            limit = " and ".join([*([limit] if budget.is_set else []), f"{max_bits:g} bits for each weight"])
         if not fitting:
-            raise ParityError(f"no mixture of bits stays within {budget}; no file was written: {_nearest(result)}")
-        return [self._plan(result.frontier[i].plan, self._mixture(result, i, budget)) for i in fitting]
+            raise ParityError(f"no mixture of bits stays within {limit}; no file was written: {_nearest(result)}")
+        return [self._plan(result.frontier[i].plan, self._mixture(result, i, limit)) for i in fitting]
 
     def suggest_mixture(self, budget: DegradationBudget) -> str:
         """Return advice for a quantisation that exceeds its budget, as the end of a sentence."""
@@ -179,12 +188,12 @@ class BitPlanner:
             return _nearest(result)
         return f"--quantize mixed would fit, with {_measured(result.frontier[fitting[0]])}; or allow more"
 
-    def _search(self, budget: DegradationBudget) -> SearchResult:
+    def _search(self, budget: DegradationBudget, max_bits: float | None = None) -> SearchResult:
         """Measure mixtures by simulation."""
         coarse = self._reference(_take_positions(self.samples.measured, MAX_SENSITIVITY_POSITIONS))
         with temporary_model(self.folder / "simulated.onnx") as path:
             simulation = Simulation(self.model, self.manifest, self.rounding.dequantize, path, self.static_scales)
-            return MixedSearch(simulation, self.reference, coarse).run(budget)
+            return MixedSearch(simulation, self.reference, coarse).run(budget, max_bits)
 
     def _plan(self, bits: Mapping[str, int], mixture: Mixture | None = None) -> BitPlan:
         plan = BitPlan(mixture=mixture)
@@ -195,14 +204,14 @@ class BitPlanner:
                 plan.integers |= dict.fromkeys(matrix.products, self.rounding.integers(matrix, number))
         return plan
 
-    def _mixture(self, result: SearchResult, chosen: int, budget: DegradationBudget) -> Mixture:
+    def _mixture(self, result: SearchResult, chosen: int, limit: str) -> Mixture:
         bits = result.frontier[chosen].plan
         layers = [
             MatrixReport(matrix.products, matrix.shape, bits[matrix.name], result.sensitivities[matrix.name])
             for matrix in self.matrices
         ]
         points = [_measured(point) for point in result.frontier]
-        return Mixture(str(budget), result.frontier[0].quality.positions, chosen, layers, points)
+        return Mixture(limit, result.frontier[0].quality.positions, chosen, layers, points)
 
 
 def _nearest(result: SearchResult) -> str:

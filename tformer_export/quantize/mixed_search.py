@@ -31,11 +31,13 @@ class Candidate:
     plan: matrix → bits.
     size: bytes of its matrices.
     bits: mean bits of their weights.
+    stored_bits: the same, with their scales.
     """
 
     plan: Mapping[str, int]
     size: int
     bits: float
+    stored_bits: float
     quality: TokenQuality | OutputQuality
 
     def is_within(self, budget: DegradationBudget) -> bool:
@@ -53,9 +55,20 @@ class SearchResult:
     frontier: Sequence[Candidate]
     sensitivities: Sensitivities
 
-    def within(self, budget: DegradationBudget) -> list[int]:
-        """Return the indices of the mixtures within the budget, the smallest mixture first."""
-        return [i for i in reversed(range(len(self.frontier))) if self.frontier[i].is_within(budget)]
+    def within(self, budget: DegradationBudget, max_bits: float | None = None) -> list[int]:
+        """Return the indices of the mixtures within the budget, the smallest mixture first.
+
+        With `max_bits`, return those with so many bits for each weight at most, the largest first.
+        """
+        within = [i for i in reversed(range(len(self.frontier))) if self.frontier[i].is_within(budget)]
+        if max_bits is None:
+            return within
+        return [i for i in reversed(within) if self.frontier[i].stored_bits <= max_bits]
+
+    @property
+    def least_bits(self) -> float:
+        """Return the bits for each weight of the smallest mixture, with the scales."""
+        return min(candidate.stored_bits for candidate in self.frontier)
 
 
 class MixedSearch:
@@ -68,9 +81,10 @@ class MixedSearch:
         self.simulation, self.reference, self.coarse = simulation, reference, coarse
         self.matrices = simulation.matrices
 
-    def run(self, budget: DegradationBudget) -> SearchResult:
+    def run(self, budget: DegradationBudget, max_bits: float | None = None) -> SearchResult:
         """Search mixtures within a budget.
 
+        max_bits: for each weight, with the scales; the largest mixture with so many bits is measured too.
         Cost: a pass over the coarse samples for each matrix, two if 8 bits everywhere exceed the budget; and some
             fifteen passes over all samples.
         """
@@ -85,6 +99,10 @@ class MixedSearch:
         first = min(measured, default=0) if fits else 0  # mixtures above 8 bits are not needed if 8 bits suffice
         for i in range(MAX_CANDIDATES + 1):
             self._measure_point(path, first + round((len(path) - 1 - first) * i / MAX_CANDIDATES), measured)
+        if max_bits is not None:
+            fitting = [i for i, plan in enumerate(path) if self._stored_bits(plan) <= max_bits]
+            for i in fitting[:1]:
+                self._measure_point(path, i, measured)
         while True:
             best = max((i for i, point in measured.items() if point.is_within(budget)), default=None)
             first_beyond = min((i for i in measured if best is not None and i > best), default=None)
@@ -98,8 +116,15 @@ class MixedSearch:
         self.simulation.set_bits(plan)
         weights = {m.name: m.shape[0] * m.shape[1] for m in self.matrices}
         mean = sum(count * plan[name] for name, count in weights.items()) / sum(weights.values())
-        size = sum(m.size(plan[m.name]) for m in self.matrices)
-        return Candidate(plan, size, mean, self.reference.quality(self.simulation.engine))
+        quality = self.reference.quality(self.simulation.engine)
+        return Candidate(plan, self._size(plan), mean, self._stored_bits(plan), quality)
+
+    def _size(self, plan: Mapping[str, int]) -> int:
+        return sum(m.size(plan[m.name]) for m in self.matrices)
+
+    def _stored_bits(self, plan: Mapping[str, int]) -> float:
+        """Return the bits for each weight, with the scales."""
+        return 8 * self._size(plan) / sum(m.shape[0] * m.shape[1] for m in self.matrices)
 
     def _measure_point(self, path: Sequence[Mapping[str, int]], i: int, measured: dict[int, Candidate]) -> None:
         if i not in measured:

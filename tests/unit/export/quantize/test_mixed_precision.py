@@ -19,7 +19,7 @@ from tformer_export.quantize.simulate import Simulation
 from tformer_export.quantize.token_quality import ReferenceDistribution, predictions
 from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
-from tformer_runtime import ParityError
+from tformer_runtime import OptionError, ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
 
@@ -224,6 +224,22 @@ def test_calibration_reduces_loss_of_four_bits(case, tmp_path):
         simulation.set_bits({m.name: min(m.choices) for m in bit_planner.matrices})
         losses.append(reference.quality(simulation.engine).divergence)
     assert 0 < losses[1] < 0.5 * losses[0]
+
+
+def test_mixture_of_few_bits_keeps_sensitive_layer_in_more(case, tmp_path):
+    bit_planner = make_planner(case, tmp_path)
+    least = 8 * sum(m.size(min(m.choices)) for m in bit_planner.matrices) / count_weights(bit_planner)
+    plan = bit_planner.mixed(DegradationBudget(), max_bits=least + 1)[0]
+    size = sum(m.size(plan.bits[m.name]) for m in bit_planner.matrices)
+    assert least < 8 * size / count_weights(bit_planner) <= least + 1
+    assert plan.bits[case.find_matrix(SENSITIVE_LAYER).name] > 4
+    assert plan.mixture.budget == f"{least + 1:g} bits for each weight"
+    with pytest.raises(OptionError, match="allow more than max_bits 4"):
+        bit_planner.mixed(DegradationBudget(), max_bits=4)
+
+
+def count_weights(bit_planner):
+    return sum(m.shape[0] * m.shape[1] for m in bit_planner.matrices)
 
 
 def test_budget_that_no_mixture_meets_is_refused(case, tmp_path):

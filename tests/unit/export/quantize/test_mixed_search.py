@@ -136,6 +136,36 @@ def test_search_finds_smallest_plan_within_budget(tokens):
     assert costs_model.passes <= 2 * 40 + 20 + len(path) + 1
 
 
+@pytest.mark.parametrize("max_bits", [4.9, 5.5, 7.0, 8.5])
+@pytest.mark.parametrize("tokens", [None, 0.02])
+def test_search_finds_largest_plan_with_few_bits(max_bits, tokens):
+    random = np.random.default_rng(1)
+    weights = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
+    costs = {m.name: float(cost) for m, cost in zip(weights, random.exponential(0.004, 40), strict=True)}
+    costs_model, budget = InventedCosts(weights, costs), DegradationBudget(tokens=tokens)
+    result = MixedSearch(costs_model, costs_model, costs_model).run(budget, max_bits)
+
+    def bits(plan):
+        stored = {m.name: count_bytes(m.shape, plan[m.name]) for m in weights}
+        return 8 * sum(stored.values()) / sum(m.shape[0] * m.shape[1] for m in weights)
+
+    allowed = 1 if tokens is None else tokens
+    fitting = [
+        plan
+        for plan in make_path(weights, result.sensitivities)
+        if bits(plan) <= max_bits and costs_model.quality(plan).changed <= allowed
+    ]
+    found = result.within(budget, max_bits)
+    assert [bits(result.frontier[i].plan) <= max_bits for i in found] == [True] * len(found)
+    assert [result.frontier[i].plan for i in found[:1]] == fitting[:1]
+
+
+def count_bytes(shape, bits):
+    """Return the bytes of a matrix whose K is a multiple of 16: 16 weights of 4 bits have a code, columns a scale."""
+    inner, columns = shape
+    return inner * columns * bits / 8 + (bits == 4) * inner * columns / 16 + (bits <= 8) * 4 * columns
+
+
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
