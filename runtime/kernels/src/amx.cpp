@@ -112,6 +112,7 @@ bool supported() { return AVX512_VNNI.supported() && may_use_tiles(); }
 
 }  // namespace
 
-const Path AMX = {"amx", supported, TILE_BYTES, false, quantise_avx512, multiply8, multiply4};
+const Path AMX = {"amx", supported, TILE_BYTES, AVX512_VNNI.block_sum_rows, false, quantise_avx512, multiply8,
+                  multiply4};
 
 }  // namespace tformer

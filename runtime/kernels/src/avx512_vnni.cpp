@@ -216,6 +216,6 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, false, quantise_avx512, multiply8, multiply4};
+const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4};
 
 }  // namespace tformer

@@ -33,7 +33,7 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX_VNNI = {"avxvnni",     supported, 2 * GROUP, false, quantise_avx2, Kernels<Dot>::multiply8,
-                       Kernels<Dot>::multiply4};
+const Path AVX_VNNI = {"avxvnni", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, false, quantise_avx2,
+                       Kernels<Dot>::multiply8, Kernels<Dot>::multiply4};
 
 }  // namespace tformer

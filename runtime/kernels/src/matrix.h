@@ -93,7 +93,7 @@ struct RowScaling {
 struct Tile {
   const Matrix* matrix;
   const uint8_t* rows;        // quantised, padded_inner bytes each
-  const int16_t* block_sums;  // of the quantised numbers of each block of 4 bits, blocks() for each row
+  const int16_t* block_sums;  // of the quantised numbers of each block of 4 bits, blocks() for each row; if they are read
   const float* row_scale;
   float* out;                 // (rows, N)
   size_t row_begin, row_end, panel_begin, panel_end;
@@ -107,6 +107,7 @@ struct Path {
   const char* name;
   bool (*supported)();
   size_t inner_multiple;      // K is padded to a multiple of this
+  size_t block_sum_rows;      // for so many rows and fewer, multiply4 reads the sums of blocks
   bool limits_pairs;          // pairs of products are added in 16 bits: int8 columns must keep them in range
   float (*quantise)(const float* x, size_t inner, size_t padded, const RowScaling& scaling, uint8_t* q);
   void (*multiply8)(const Tile& tile);

@@ -19,6 +19,6 @@ bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }
 
 }  // namespace
 
-const Path NEON_DOT = {"neondot", supported, STEP, false, quantise_neon, multiply8, multiply4};
+const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4};
 
 }  // namespace tformer

@@ -72,6 +72,6 @@ bool supported() { return has_feature(26, 13, "hw.optional.arm.FEAT_I8MM"); }  /
 
 }  // namespace
 
-const Path NEON_I8MM = {"neoni8mm", supported, STEP, false, quantise_neon, multiply8, multiply4};
+const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4};
 
 }  // namespace tformer

@@ -18,7 +18,7 @@ constexpr size_t MAX_TASKS = 64;
 
 constexpr size_t whole_lines(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-// Quantised rows: padded_inner bytes each, and for 4 bits the sums of their blocks.
+// Quantised rows: padded_inner bytes each, and the sums of their blocks where 4 bits need them.
 struct Rows {
   uint8_t* numbers = nullptr;
   int16_t* block_sums = nullptr;
@@ -59,6 +59,7 @@ struct Job {
   std::atomic<bool> lacks_memory{false};
 };
 
+// The inner loop has a known length, so that the compiler makes vectors of it.
 void sum_blocks(const uint8_t* numbers, size_t block, size_t blocks, int16_t* sums) {
   for (size_t b = 0; b < blocks; b++, numbers += block) {
     int sum = 0;
@@ -68,7 +69,8 @@ void sum_blocks(const uint8_t* numbers, size_t block, size_t blocks, int16_t* su
   }
 }
 
-// Quantises rows begin … end. into: the memory of rows from `first` on.
+// Quantises rows begin … end. into: the memory of rows from `first` on. A task multiplies all rows of a call if these are few
+// enough for sums of blocks.
 void quantise(const Call& call, size_t begin, size_t end, size_t first, const Rows& into) {
   const Matrix& matrix = *call.matrix;
   const bool scaled_by_columns = call.scaling.fixed_scale > 0 && call.column_first;  // which contain the fixed scale
@@ -78,7 +80,7 @@ void quantise(const Call& call, size_t begin, size_t end, size_t first, const Ro
     const float scale =
         matrix.path->quantise(call.x + r * matrix.inner, matrix.inner, matrix.padded_inner, call.scaling, numbers);
     into.scales[place] = scaled_by_columns ? 1 : scale;
-    if (matrix.bits == 4)
+    if (matrix.bits == 4 && call.rows <= matrix.path->block_sum_rows)
       sum_blocks(numbers, matrix.block, matrix.blocks(), into.block_sums + place * matrix.blocks());
   }
 }
@@ -102,9 +104,9 @@ void shared_task(void* data, size_t i) {
   const size_t panel_begin = units * chunk / job.panel_chunks * UNIT_PANELS;
   const size_t panel_end = std::min(call.matrix->panels, units * (chunk + 1) / job.panel_chunks * UNIT_PANELS);
   try {
-    multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out, call.rows * block / job.row_blocks,
-                   call.rows * (block + 1) / job.row_blocks, panel_begin, panel_end, call.scaling.zero,
-                   call.column_first});
+    multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out,
+                   call.rows * block / job.row_blocks, call.rows * (block + 1) / job.row_blocks, panel_begin, panel_end,
+                   call.scaling.zero, call.column_first});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }

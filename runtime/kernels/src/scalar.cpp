@@ -38,6 +38,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Path SCALAR = {"scalar", supported, GROUP, false, quantise_row, multiply8, multiply4};
+const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4};
 
 }  // namespace tformer
