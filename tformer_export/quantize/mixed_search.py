@@ -100,9 +100,9 @@ class MixedSearch:
         for i in range(MAX_CANDIDATES + 1):
             self._measure_point(path, first + round((len(path) - 1 - first) * i / MAX_CANDIDATES), measured)
         if max_bits is not None:
-            fitting = [i for i, plan in enumerate(path) if self._stored_bits(plan) <= max_bits]
-            for i in fitting[:1]:
-                self._measure_point(path, i, measured)
+            largest = next((i for i, plan in enumerate(path) if self._stored_bits(plan) <= max_bits), None)
+            if largest is not None:
+                self._measure_point(path, largest, measured)
         while True:
             best = max((i for i, point in measured.items() if point.is_within(budget)), default=None)
             first_beyond = min((i for i in measured if best is not None and i > best), default=None)

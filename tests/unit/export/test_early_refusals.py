@@ -187,9 +187,14 @@ def test_model_without_matrices_has_no_mixture_and_is_refused_before_verificatio
     assert "no bits to mix" in message
 
 
+@pytest.mark.parametrize(
+    ("weights", "bits"), [("int4", 4.8), ("none", 4.8), ("mixed", 0), ("mixed", float("inf")), ("mixed", float("nan"))]
+)
+def test_bits_that_limit_no_mixture_are_refused(weights, bits):
+    with pytest.raises(OptionError, match=r"max_bits is a number of bits, such as 4\.8, for quantization 'mixed'"):
+        Quantization(weights, max_bits=bits)
+
+
 def test_budget_without_quantisation_is_refused():
-    for weights, bits in (("int4", 4.8), ("none", 4.8), ("mixed", 0), ("mixed", float("inf")), ("mixed", float("nan"))):
-        with pytest.raises(OptionError, match=r"max_bits is a number of bits, such as 4\.8, for quantization 'mixed'"):
-            Quantization(weights, max_bits=bits)
     with pytest.raises(OptionError, match="max_degradation is for a quantised file"):
         Quantization(max_degradation="1%")

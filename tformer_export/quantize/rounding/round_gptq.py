@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from tformer_export.quantize.rounding import pair_sums, round_least_error, round_nearest
+from tformer_runtime.format.weight_forms import decode
 
 DAMPING = (
     0.01  # share of the mean diagonal that is added to it, because samples determine H in part (the paper's value)
@@ -75,7 +76,7 @@ def in_blocks(
     """Return q, codes and float32 scales in the format of `round_nearest.in_blocks`."""
     _, codes, scale = round_least_error.in_blocks(weight, blocks, hessian.importance)
     block = blocks.rows
-    m, shift = (round_nearest.of_rows(values, block, len(weight)) for values in round_nearest.decode(codes))
+    m, shift = (round_nearest.of_rows(values, block, len(weight)) for values in decode(codes))
     limits = round_nearest.limits(m, shift)
     q = round_with_feedback(weight, hessian, m * scale, shift / m, *limits).astype(np.uint8)
     return q, codes, _fit_scale(weight, round_nearest.expand(q, codes, block), scale, hessian)

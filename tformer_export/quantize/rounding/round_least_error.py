@@ -22,17 +22,13 @@ from typing import TypeVar
 import numpy as np
 
 from tformer_export.quantize.rounding import pair_sums, round_nearest
+from tformer_runtime.format.weight_forms import decode
 
 T = TypeVar("T")
 
 PARALLEL_PART_VALUES = 1 << 17  # weights of a part, so that intermediate results stay in the processor's cache
 CLIP_SHARES = np.linspace(1.0, 0.5, 21).tolist()  # tried magnitudes of the largest step, relative to the largest weight
-SCALE_SHARES = (
-    1.0,
-    0.9,
-    0.8,
-    0.7,
-)  # tried scales of 4 bits, relative to the least that reaches all weights of a column
+SCALE_SHARES = (1.0, 0.9, 0.8, 0.7)  # tried scales of 4 bits, relative to the least that reaches a column's weights
 STEPS_BELOW = (0, 1, 2)  # tried multipliers of a block, below the least that reaches all its weights
 FIT_ROUNDS = 3  # rounds of fitting a column's scale by least squares and rounding to it
 
@@ -93,10 +89,7 @@ def _search_columns(weight: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray,
     def keep_better(candidate: np.ndarray) -> None:
         q = pair_sums.round_columns(weight / candidate)
         candidate_error = (shares * (weight - q * candidate) ** 2).sum(0)
-        better = candidate_error < least_error
-        np.copyto(least_error, candidate_error, where=better)
-        np.copyto(scale, candidate, where=better)
-        np.copyto(best, q, where=better)
+        _keep_better(least_error, candidate_error, (scale, candidate), (best, q))
 
     widest = scale.copy()
     for share in CLIP_SHARES:
@@ -106,15 +99,23 @@ def _search_columns(weight: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray,
     return best, scale
 
 
+def _keep_better(
+    least_error: np.ndarray, candidate_error: np.ndarray, *kept_and_candidates: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """Replace the kept values by the candidates, and their errors, where the candidates err less."""
+    better = candidate_error < least_error
+    for kept, candidate in ((least_error, candidate_error), *kept_and_candidates):
+        np.copyto(kept, candidate, where=better)
+
+
 def _search_blocks(
     weight: np.ndarray, blocks: round_nearest.Blocks, shares: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the integers, codes and scales of least error for 4 bits."""
-    block, edges = blocks.rows, np.arange(0, len(weight), blocks.rows)
+    block = blocks.rows
     q, codes, scale = round_nearest.in_blocks(weight, blocks)
     least_error = (shares * (weight - round_nearest.expand(q, codes, block) * scale) ** 2).sum(0)
-    low = np.minimum(np.minimum.reduceat(weight, edges, 0), 0)
-    high = np.maximum(np.maximum.reduceat(weight, edges, 0), 0)
+    low, high = round_nearest.extremes(weight, block)
     widest, unit = round_nearest.scale_in_reach(low, high), 2 if blocks.has_whole_zeros else 1
     for share in SCALE_SHARES:
         candidate = (widest * share).astype(np.float32)
@@ -126,36 +127,24 @@ def _search_blocks(
             for rounding in (np.floor, np.ceil):
                 z = round_nearest.zeros_of_middle(low + high, m * candidate, unit, rounding)
                 tried = round_nearest.encode(m, z)
-                errors = _block_errors(ratio, tried, edges, block, shares)
-                better = errors < best_errors
-                np.copyto(best_errors, errors, where=better)
-                np.copyto(best_codes, tried, where=better)
-        candidate_error = best_errors.sum(0) * candidate**2
-        better = candidate_error < least_error
-        np.copyto(least_error, candidate_error, where=better)
-        np.copyto(scale, candidate, where=better)
-        np.copyto(codes, best_codes, where=better)
-        del ratio
+                _keep_better(best_errors, _block_errors(ratio, tried, block, shares), (best_codes, tried))
+        _keep_better(least_error, best_errors.sum(0) * candidate**2, (scale, candidate), (codes, best_codes))
     q = round_nearest.round_to_codes(weight, codes, scale, block)
     for _ in range(FIT_ROUNDS):  # each round can only reduce the error
         candidate = _fit_scale(weight, round_nearest.expand(q, codes, block), scale, shares)
         again = round_nearest.round_to_codes(weight, codes, candidate, block)
         candidate_error = (shares * (weight - round_nearest.expand(again, codes, block) * candidate) ** 2).sum(0)
-        better = candidate_error < least_error
-        np.copyto(least_error, candidate_error, where=better)
-        np.copyto(scale, candidate, where=better)
-        np.copyto(q, again, where=better)
+        _keep_better(least_error, candidate_error, (scale, candidate), (q, again))
     return q, codes, scale
 
 
-def _block_errors(
-    ratio: np.ndarray, codes: np.ndarray, edges: np.ndarray, block: int, shares: np.ndarray
-) -> np.ndarray:
+def _block_errors(ratio: np.ndarray, codes: np.ndarray, block: int, shares: np.ndarray) -> np.ndarray:
     """Return the error of each block (blocks, N), of weights and steps in units of the column's scale."""
-    m, shift = (values.astype(np.float32) for values in round_nearest.decode(codes))
-    low, high = (values.astype(np.float32) for values in round_nearest.limits(*round_nearest.decode(codes)))
-    inner = len(ratio)
-    m, shift, low, high = (round_nearest.of_rows(values, block, inner) for values in (m, shift, low, high))
+    steps = decode(codes)
+    m, shift, low, high = (
+        round_nearest.of_rows(values.astype(np.float32), block, len(ratio))
+        for values in (*steps, *round_nearest.limits(*steps))
+    )
     rest = ratio + shift
     q = rest / m
     np.rint(q, out=q)
@@ -164,7 +153,7 @@ def _block_errors(
     rest -= q
     rest *= rest
     rest *= shares
-    return np.add.reduceat(rest, edges)
+    return np.add.reduceat(rest, np.arange(0, len(ratio), block))
 
 
 def _fit_scale(weight: np.ndarray, q: np.ndarray, scale: np.ndarray, shares: np.ndarray) -> np.ndarray:

@@ -18,13 +18,13 @@ import numpy as np
 
 from tformer_export.common.option_values import LATENCY
 from tformer_export.quantize.rounding import pair_sums
+from tformer_runtime.format.weight_forms import decode
 
 Integers = tuple[np.ndarray, ...]  # the result of `per_column` or `in_blocks`
 
 MAX_INT4 = 15
 MAX_BLOCK_MULTIPLIER = 8  # 3 bits of a code
 MAX_BLOCK_ZERO = 31  # 5 bits of a code: a zero point in half steps
-MIDDLE_ZERO = 16  # of a block whose steps reach as far below zero as above
 MAX_COLUMN_WEIGHT = pair_sums.MAX_PAIR_SUM // 2  # keeps the sum of any pair in range
 BLOCK_ROWS = (128, 64, 32, 16)  # lengths along K. MatMulNBits is slower for shorter blocks
 INT4_ROWS, FEW_ROWS_INT4_ROWS = (16,), (32, 16)  # of 4 bits, without and with a form for few rows
@@ -56,14 +56,19 @@ def in_blocks(weight: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarra
 
     Return q uint8 (K, N) in 0 … 15, codes uint8 (⌈K / rows⌉, N) and float32 scales (N,).
     """
-    starts = np.arange(0, len(weight), blocks.rows)
-    low = np.minimum(np.minimum.reduceat(weight, starts, 0), 0)
-    high = np.maximum(np.maximum.reduceat(weight, starts, 0), 0)
+    low, high = extremes(weight, blocks.rows)
     scale = scale_in_reach(low, high)
     m = np.rint((high - low) / (MAX_INT4 * scale)).clip(1, MAX_BLOCK_MULTIPLIER)
     z = zeros_of_middle(low + high, m * scale, 2 if blocks.has_whole_zeros else 1, np.rint)
     codes = encode(m, z)
     return round_to_codes(weight, codes, scale, blocks.rows), codes, scale
+
+
+def extremes(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least and the greatest of the weights of each block and zero, (blocks, N)."""
+    starts = np.arange(0, len(weight), block)
+    low, high = np.minimum.reduceat(weight, starts), np.maximum.reduceat(weight, starts)
+    return np.minimum(low, 0), np.maximum(high, 0)
 
 
 def scale_in_reach(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -83,14 +88,8 @@ def zeros_of_middle(
 
 
 def encode(m: np.ndarray, z: np.ndarray) -> np.ndarray:
-    """Return the codes uint8 of multipliers 1 … 8 and zero points 0 … 31."""
+    """Return the codes uint8 of multipliers 1 … 8 and zero points 0 … 31, as `decode` reads them."""
     return (z.astype(np.uint8) << 3) | (m.astype(np.uint8) - 1)
-
-
-def decode(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return m and ⌊m · z / 2⌋ of codes, both int8."""
-    m = (codes & 7) + 1
-    return m.astype(np.int8), (m * (codes >> 3) >> 1).astype(np.int8)  # at most 8 · 31 / 2
 
 
 def of_rows(values: np.ndarray, block: int, inner: int) -> np.ndarray:
