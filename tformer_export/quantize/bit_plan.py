@@ -36,12 +36,12 @@ MAX_SENSITIVITY_POSITIONS = 1024  # positions on which a single matrix is measur
 class MatrixReport:
     """A matrix in a report.
 
-    products: the nodes that read it.
+    readers: the names of its products, or of the embedding table.
     divergence: bits → the KL divergence (nats) of the next token's distribution when this matrix alone has these bits,
         where it was measured; for a single-pass model, the relative squared error of its outputs.
     """
 
-    products: Sequence[str]
+    readers: Sequence[str]
     shape: tuple[int, int]
     bits: int
     divergence: Mapping[int, float]
@@ -92,9 +92,9 @@ class Mixture:
 class BitPlan:
     """The bits and the integers of the products of a model.
 
-    bits: product → 4, 8 or 32 (float); other products have 8.
-    integers: product → its integers, as `round_nearest.per_column` or `round_nearest.in_blocks` return them; other
-        products are rounded to nearest.
+    bits: product or embedding table → 4, 8 or 32 (float); others have 8.
+    integers: the same → its integers, as `round_nearest.per_column` or `round_nearest.in_blocks` return them; others
+        are rounded to nearest.
     """
 
     bits: dict[str, int] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class BitPlanner:
             self.rounding.fit(self.manifest, self.samples.fitted, bits, path)
 
     def uniform(self, bits: int) -> BitPlan:
-        """Return the plan with all products in these bits; a product whose matrix may not have them has more."""
-        return self._plan({m.name: m.at_least(bits) for m in self.matrices})
+        """Return the plan with all matrices in these bits; a matrix that may not have them has more."""
+        return self._plan({m.name: m.uniform(bits) for m in self.matrices})
 
     def mixed(self, budget: DegradationBudget, max_bits: float | None = None) -> list[BitPlan]:
         """Return the plans of the mixtures within the budget, the smallest first.
@@ -199,15 +199,15 @@ class BitPlanner:
         plan = BitPlan(mixture=mixture)
         for matrix in self.matrices:
             number = bits[matrix.name]
-            plan.bits |= dict.fromkeys(matrix.products, number)
-            if number != FLOAT_BITS and not matrix.is_table:
-                plan.integers |= dict.fromkeys(matrix.products, self.rounding.integers(matrix, number))
+            plan.bits |= dict.fromkeys(matrix.readers, number)
+            if number != FLOAT_BITS:
+                plan.integers |= dict.fromkeys(matrix.readers, self.rounding.integers(matrix, number))
         return plan
 
     def _mixture(self, result: SearchResult, chosen: int, limit: str) -> Mixture:
         bits = result.frontier[chosen].plan
         layers = [
-            MatrixReport(matrix.products, matrix.shape, bits[matrix.name], result.sensitivities[matrix.name])
+            MatrixReport(matrix.readers, matrix.shape, bits[matrix.name], result.sensitivities[matrix.name])
             for matrix in self.matrices
         ]
         points = [_measured(point) for point in result.frontier]

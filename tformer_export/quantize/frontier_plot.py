@@ -27,7 +27,7 @@ def draw(mixture: Mixture, path: Path) -> None:
     sizes = [point.size / 1e6 for point in mixture.frontier]
     has_tokens = mixture.frontier[0].quality.meaning == TOKENS
     axes.plot(sizes, [100 * point.quality.changed for point in mixture.frontier], "o-", color="tab:blue")
-    axes.set_xlabel("matrices of products, MB")
+    axes.set_xlabel("matrices and embedding tables, MB")
     axes.set_ylabel(f"% {mixture.frontier[0].quality.meaning.whole}", color="tab:blue")
     axes.set_ylim(bottom=0)
     for i, (size, point) in enumerate(zip(sizes, mixture.frontier, strict=True)):

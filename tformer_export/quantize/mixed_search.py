@@ -58,12 +58,13 @@ class SearchResult:
     def within(self, budget: DegradationBudget, max_bits: float | None = None) -> list[int]:
         """Return the indices of the mixtures within the budget, the smallest mixture first.
 
-        With `max_bits`, return those with so many bits for each weight at most, the largest first.
+        With `max_bits`, return those with so many bits for each weight at most, that of the least loss first.
         """
         within = [i for i in reversed(range(len(self.frontier))) if self.frontier[i].is_within(budget)]
         if max_bits is None:
             return within
-        return [i for i in reversed(within) if self.frontier[i].stored_bits <= max_bits]
+        small = [i for i in within if self.frontier[i].stored_bits <= max_bits]
+        return sorted(small, key=lambda i: self.frontier[i].quality.divergence)
 
     @property
     def least_bits(self) -> float:
@@ -84,7 +85,7 @@ class MixedSearch:
     def run(self, budget: DegradationBudget, max_bits: float | None = None) -> SearchResult:
         """Search mixtures within a budget.
 
-        max_bits: for each weight, with the scales; the largest mixture with so many bits is measured too.
+        max_bits: for each weight, with the scales; the mixture that fills so many bits is measured too.
         Cost: a pass over the coarse samples for each matrix, two if 8 bits everywhere exceed the budget; and some
             fifteen passes over all samples.
         """
@@ -96,20 +97,23 @@ class MixedSearch:
             self._measure_sensitivities(sensitivities, 8)
         path = make_path(self.matrices, sensitivities)
         measured = {i: eight for i, plan in enumerate(path) if plan == eight.plan}
+        others = [] if measured else [eight]  # that are not on the path
         first = min(measured, default=0) if fits else 0  # mixtures above 8 bits are not needed if 8 bits suffice
         for i in range(MAX_CANDIDATES + 1):
             self._measure_point(path, first + round((len(path) - 1 - first) * i / MAX_CANDIDATES), measured)
         if max_bits is not None:
-            largest = next((i for i, plan in enumerate(path) if self._stored_bits(plan) <= max_bits), None)
-            if largest is not None:
-                self._measure_point(path, largest, measured)
+            filled = fill(self.matrices, sensitivities, max_bits)
+            if filled in path:
+                self._measure_point(path, path.index(filled), measured)
+            elif self._stored_bits(filled) <= max_bits:
+                others.append(self._measure(filled))
         while True:
             best = max((i for i, point in measured.items() if point.is_within(budget)), default=None)
             first_beyond = min((i for i in measured if best is not None and i > best), default=None)
             if best is None or first_beyond is None or first_beyond - best < 2:
                 break
             self._measure_point(path, (best + first_beyond) // 2, measured)
-        points = [*measured.values(), *([] if eight in measured.values() else [eight])]
+        points = [*measured.values(), *others]
         return SearchResult(sorted(points, key=lambda point: -point.size), sensitivities)
 
     def _measure(self, plan: Mapping[str, int]) -> Candidate:
@@ -133,7 +137,7 @@ class MixedSearch:
     def _measure_sensitivities(self, sensitivities: Sensitivities, bits: int) -> None:
         for matrix in self.matrices:
             if bits in matrix.choices:
-                self.simulation.set_bits({matrix.name: bits}, tables=False)
+                self.simulation.set_bits({matrix.name: bits})
                 sensitivities[matrix.name][bits] = self.coarse.quality(self.simulation.engine).divergence
 
 
@@ -160,3 +164,27 @@ def make_path(matrices: Sequence[Matrix], sensitivities: Sensitivities) -> list[
         plan[name] = bits
         path.append(dict(plan))
     return path
+
+
+def fill(matrices: Sequence[Matrix], sensitivities: Sensitivities, max_bits: float) -> dict[str, int]:
+    """Return the mixture that spends `max_bits` for each weight, with the scales, where they reduce the loss most.
+
+    It starts with the fewest bits everywhere. The matrix whose loss falls most for each added byte gets more bits, as
+    long as one fits. `make_path` has no such mixture if a large matrix comes next that does not fit.
+    """
+    plan = {m.name: min(m.choices) for m in matrices}
+    free = max_bits * sum(m.shape[0] * m.shape[1] for m in matrices) / 8 - sum(m.size(plan[m.name]) for m in matrices)
+    while True:
+        upgrades = []
+        for matrix in matrices:
+            bits, divergence = plan[matrix.name], sensitivities[matrix.name]
+            for more in (choice for choice in matrix.choices if choice > bits):
+                added = matrix.size(more) - matrix.size(bits)
+                if added <= free:
+                    upgrades.append(
+                        ((divergence.get(bits, 0.0) - divergence.get(more, 0.0)) / added, matrix, more, added)
+                    )
+        if not upgrades:
+            return plan
+        _, matrix, more, added = max(upgrades, key=lambda upgrade: upgrade[0])
+        plan[matrix.name], free = more, free - added

@@ -1,4 +1,4 @@
-"""Replace matrix products with constant weights by integer ones, and embedding tables by their int8 form.
+"""Replace matrix products with constant weights by integer ones, and embedding tables by their integer form.
 
 A product has one of two forms, which `--optimize-for` selects:
 
@@ -95,11 +95,11 @@ def quantize_weights(
 ) -> QuantizedParts:
     """Quantise a model in place, in one pass over the weights, and return its quantised parts.
 
-    bits: bits of the weights (8 or 4; 16 and 32 keep float), for all products or by a product's name. A matrix that is
-        an embedding too has 8.
+    bits: bits of the weights (8 or 4; 16 and 32 keep a product in float), for all products or by name: of a product, or
+        of the initializer of an embedding table. A table without bits has 8, and so has a product with a table.
     optimize_for: selects the products that have the form for few rows.
     step: the graph input that holds the new tokens; without it no product has the form for few rows.
-    integers: the integers of products by name, as `rounding` makes them; other products are rounded to nearest.
+    integers: name → integers, as `rounding` makes them; others are rounded to nearest.
     on_cpu: whether onnxruntime's own CPU operators may be used.
     few_rows: bits → number of new tokens up to which the form for few rows runs; products of other bits do not have it.
         None for SMALL_BATCH_LIMIT.
@@ -107,6 +107,7 @@ def quantize_weights(
     """
     has_few_rows_form, few_rows = HAS_FEW_ROWS_FORM[optimize_for], SMALL_BATCH_LIMIT if few_rows is None else few_rows
     bits_of = _by_name(bits)
+    table_bits = _by_name(8) if isinstance(bits, int) else bits_of
     products = [(node, weight) for node in model.graph.all_nodes() if (weight := constant_weight(node)) is not None]
     for node, _ in products:  # the name identifies the product's copy in a branch
         node.name = node.name or f"product of {node.outputs[0].name}"
@@ -120,7 +121,7 @@ def quantize_weights(
     ]
     branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
     rewriter = _QuantizationRewriter(
-        model, bits_of, branches, has_few_rows_form, integers, on_cpu, static_scales, optimize_for
+        model, bits_of, table_bits, branches, has_few_rows_form, integers, on_cpu, static_scales, optimize_for
     )
     rewriter.parts.small_batch_limit = max(limits) if branches else None
     for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
@@ -163,6 +164,18 @@ class _Weight:
         return values.T if self.is_transposed else values
 
 
+class _Nodes:
+    """New nodes in the order of computation. name: the beginning of their names."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.nodes: list[ir.Node] = []
+
+    def add(self, operator: str, *inputs: ir.Value, suffix: str, **attributes: int) -> ir.Value:
+        self.nodes.append(ir.node(operator, inputs, attributes, name=f"{self.name}.{suffix}"))
+        return self.nodes[-1].outputs[0]
+
+
 class _QuantizationRewriter:
     """Rewrites products and tables.
 
@@ -173,6 +186,7 @@ class _QuantizationRewriter:
         self,
         model: ir.Model,
         bits: Callable[[str], int],
+        table_bits: Callable[[str], int],
         branches: few_rows_branch.Branches | None,
         has_few_rows_form: Callable[[int], bool],
         integers: Mapping[str, round_nearest.Integers],
@@ -181,14 +195,17 @@ class _QuantizationRewriter:
         optimize_for: str,
     ) -> None:
         self.on_cpu, self.static_scales = on_cpu, static_scales
-        self.model, self.bits, self.branches = model, bits, branches
+        self.model, self.bits, self.table_bits, self.branches = model, bits, table_bits, branches
         self.few_rows_graph = branches and branches.few
         self.parts = QuantizedParts()
         self.store = WeightStore(model, integers, optimize_for)
         self.operands = ActivationQuantizer(self.store, on_cpu)
         graphs = (model.graph, *model.graph.subgraphs())
-        self.tables = {
-            digest(table.numpy()) for graph in graphs for node in graph if (table := embedding_table(node)) is not None
+        self.tables = {  # the digest of a table → its initializer
+            digest(table.numpy()): str(node.inputs[0].name)
+            for graph in graphs
+            for node in graph
+            if (table := embedding_table(node)) is not None and node.inputs[0] is not None
         }
         self.few_rows_products = {
             node.name
@@ -218,24 +235,51 @@ class _QuantizationRewriter:
         table = embedding_table(node)
         if table is None:
             return
-        name = node.name or "table"
-        quantized, scale = self.store.table(name, table.numpy())
-        scales = self.store.constant(f"{quantized.name}.scales", scale[:, None])
-        ids = node.inputs[1]
-        rows = ir.node("Gather", [quantized, ids], {"axis": 0}, name=f"{name}.rows")
-        number = ir.node("Cast", [rows.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
-        row_scale = ir.node("Gather", [scales, ids], {"axis": 0}, name=f"{name}.scale")
-        scaled = ir.node("Mul", [number.outputs[0], row_scale.outputs[0]], name=f"{name}.scaled")
-        _replace(node, node, [rows, number, row_scale, scaled])
+        assert node.inputs[0] is not None
+        assert node.inputs[1] is not None
+        name, ids, nodes = str(node.inputs[0].name), node.inputs[1], _Nodes(node.name or "table")
+        if self.table_bits(name) == 4 and ids.shape is not None:
+            matrix = self.store.matrix(name, digest(table.numpy()), lambda: table.numpy().T, 4, False)
+            rows, scale = self._rows_of_4_bits(nodes, matrix, ids, self._home(graph)), matrix.scale
+        else:
+            stored, scale = self.store.table(name, table.numpy())
+            rows = nodes.add("Gather", stored, ids, suffix="rows")
+        number = nodes.add("Cast", rows, suffix="float", to=ir.DataType.FLOAT)
+        scales = self.store.constant(f"{name}.row_scales", scale[:, None])
+        nodes.add("Mul", number, nodes.add("Gather", scales, ids, suffix="scale"), suffix="scaled")
+        _replace(node, node, nodes.nodes)
         if graph is not self.few_rows_graph:
             self.parts.tables += 1
+
+    def _rows_of_4_bits(self, nodes: _Nodes, matrix: StoredMatrix, ids: ir.Value, home: ir.Graph) -> ir.Value:
+        """Look up rows of a table (N, K): int8 (…, K) for ids (…). One more lookup unpacks both numbers of a byte."""
+        assert matrix.rows is not None
+        assert ids.shape is not None
+        packed, codes = matrix.rows
+        (inner, _), rank, padded = matrix.shape, len(ids.shape), -(-matrix.shape[0] // matrix.block) * matrix.block
+        stored_bytes, stored_codes = (
+            nodes.add(
+                "Cast", nodes.add("Gather", stored, ids, suffix=suffix), suffix=f"{suffix}.int32", to=ir.DataType.INT32
+            )
+            for stored, suffix in ((packed, "bytes"), (codes, "codes"))
+        )
+        first = nodes.add("Mul", stored_codes, self.store.constant("unpack.bytes", np.int32(256)), suffix="first")
+        begin = nodes.add("Unsqueeze", first, self.store.shape(-1), suffix="begin")
+        place = nodes.add("Add", stored_bytes, begin, suffix="place")
+        pairs = nodes.add("Gather", self.store.pairs(home), place, suffix="pairs")  # (…, blocks, block / 2, 2)
+        rows = nodes.add("Reshape", pairs, self.store.shape(*[0] * rank, padded), suffix="rows")
+        if padded == inner:
+            return rows
+        limits = (self.store.shape(size) for size in (0, inner, -1))
+        return nodes.add("Slice", rows, *limits, suffix="own")
 
     def _matrix(self, name: str, weight: _Weight, has_few: bool) -> StoredMatrix | None:
         """Return the integers of a weight; None if it stays in float."""
         key = self.store.fingerprint(weight.initializer, is_transposed=not weight.is_transposed)
-        if key in self.tables:
-            return self.store.matrix_of_table(name, key, lambda: weight.array().T)
-        bits = self.bits(name)
+        table = self.tables.get(key)
+        bits = self.bits(name) if table is None else self.table_bits(table)
+        if table is not None and bits != 4:
+            return self.store.matrix_of_table(table, key, lambda: weight.array().T)
         return self.store.matrix(name, key, weight.array, bits, has_few) if bits <= 8 else None
 
     def _home(self, graph: ir.Graph) -> ir.Graph:

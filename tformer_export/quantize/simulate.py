@@ -31,10 +31,8 @@ from tformer_export.quantize.activations_int8 import (
     is_gelu,
     is_positive,
 )
-from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices, find_tables
-from tformer_export.quantize.rounding import round_nearest
+from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
 from tformer_runtime.backend.session import Session, SessionName
-from tformer_runtime.base.arrays import Array
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
@@ -46,7 +44,6 @@ class Simulation:
     """An engine whose weights are in the bits of a plan. It is not thread-safe.
 
     matrices: the matrices that can be exchanged.
-    tables: the initializers that are embeddings.
     """
 
     def __init__(
@@ -62,25 +59,19 @@ class Simulation:
         static_scales: as in `quantize`.
         """
         copy = model.clone()
-        self.matrices, self.tables = find_matrices(copy), find_tables(copy)
+        self.matrices = find_matrices(copy)
         self._dequantized = dequantize
-        _instrument(copy, self.matrices, self.tables, static_scales)
+        _instrument(copy, self.matrices, static_scales)
         self._session = _ExchangeableSession(save(copy, replace(manifest, quantization="simulated"), path))
         self.engine = Engine(self._session)
         self._true = self._session.device_tensor(np.ones((), np.bool_))
         self._current: dict[
             str, tuple[int, dict[str, Any]]
         ] = {}  # matrix → its bits, and the values of its initializers
-        self._embeddings = {name: _table(copy.graph.initializers[name]) for name in self.tables}
 
-    def set_bits(self, bits: Bits, tables: bool = True) -> None:
-        """Set the bits of matrices by name; others are float.
-
-        tables: whether embeddings are in int8.
-        """
+    def set_bits(self, bits: Bits) -> None:
+        """Set the bits of matrices by name; others are float."""
         exchanged: dict[str, Any] = {}
-        if tables:
-            exchanged |= {name: self._session.device_tensor(array) for name, array in self._embeddings.items()}
         for matrix in self.matrices:
             matrix_bits = bits.get(matrix.name, FLOAT_BITS)
             current = self._current.pop(matrix.name, None)
@@ -115,22 +106,14 @@ class _ExchangeableSession(Session):
         return io
 
 
-def _table(initializer: ir.Value) -> Array:
-    assert initializer.const_value is not None
-    quantized, scale = round_nearest.per_column(initializer.const_value.numpy().T)
-    return np.ascontiguousarray((quantized * scale).T)
-
-
 def _switch(product: str) -> str:
     return f"{product}.rounds"
 
 
-def _instrument(
-    model: ir.Model, matrices: list[Matrix], tables: list[str], static_scales: Mapping[str, StaticScale]
-) -> None:
-    """Make matrices and tables graph inputs, and round activations before products, switched off by default."""
+def _instrument(model: ir.Model, matrices: list[Matrix], static_scales: Mapping[str, StaticScale]) -> None:
+    """Make matrices graph inputs, and round activations before products, switched off by default."""
     products = {product for matrix in matrices for product in matrix.products}
-    exchanged = dict.fromkeys([*(name for matrix in matrices for name in matrix.initializers), *tables])
+    exchanged = dict.fromkeys(name for matrix in matrices for name in matrix.initializers)
     rounded: dict[tuple[int, ir.Value], ir.Value] = {}
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in list(graph):

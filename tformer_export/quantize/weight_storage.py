@@ -31,6 +31,8 @@ class StoredMatrix:
     columns: graph → int8 (K, N); multiplied by the column's scale they are the weights.
     packed: graph → operands of MatMulNBits: the weights, the scales of blocks (N, ⌈K / block⌉), and their zero points,
         which 4 bits have.
+    rows: 4 bits as they are stored, uint8 (N, ⌈K / block⌉, block / 2), and the codes of blocks (N, ⌈K / block⌉); else
+        None.
     """
 
     name: str
@@ -40,6 +42,7 @@ class StoredMatrix:
     scale: np.ndarray
     columns: Callable[[ir.Graph], ir.Value]
     packed: Callable[[ir.Graph], Packed]
+    rows: tuple[ir.Value, ir.Value] | None = None
 
 
 class WeightStore:
@@ -72,7 +75,7 @@ class WeightStore:
         """Return an embedding table in int8 (N, K), and the scales of its rows (N,)."""
         key = digest(matrix)
         if key not in self._tables:
-            quantized, scale = round_nearest.per_column(matrix.T)
+            quantized, scale = self._int8(name, matrix.T)
             self._tables[key] = self.constant(f"{name}.int8", np.ascontiguousarray(quantized.T)), scale
         return self._tables[key]
 
@@ -103,9 +106,13 @@ class WeightStore:
             )  # fmt: skip
         return self._matrices[key, 8]
 
+    def _int8(self, name: str, weight: np.ndarray) -> round_nearest.Integers:
+        """Return int8 (K, N) and the scales of columns (N,)."""
+        return self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+
     def _plain_8(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as int8 columns. The packed form, which is rarely used then, is derived from them."""
-        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+        quantized, scale = self._int8(name, weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
         stored = self.constant(f"{name}.int8", quantized)
@@ -119,7 +126,7 @@ class WeightStore:
 
     def _packed_8(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as MatMulNBits reads it."""
-        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+        quantized, scale = self._int8(name, weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
         stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 8, block))
@@ -127,7 +134,7 @@ class WeightStore:
         def unpack(home: ir.Graph) -> ir.Value:
             flipped = self._derive(home, "BitwiseXor", [stored, self._uint8_middle()], f"{name}.flipped")
             signed = self._derive(home, "Cast", [flipped], f"{name}.signed", to=ir.DataType.INT8)
-            rows = self._derive(home, "Reshape", [signed, self._shape(columns, -1)], f"{name}.rows")
+            rows = self._derive(home, "Reshape", [signed, self.shape(columns, -1)], f"{name}.rows")
             return self._unpadded_columns(home, name, rows, inner, block)
 
         return StoredMatrix(
@@ -152,16 +159,17 @@ class WeightStore:
             byte = self._derive(home, "Cast", [stored], f"{name}.byte", to=ir.DataType.INT32)
             code = self._derive(home, "Cast", [codes], f"{name}.code", to=ir.DataType.INT32)
             first = self._derive(home, "Mul", [code, self.constant("unpack.bytes", np.int32(256))], f"{name}.first")
-            begin = self._derive(home, "Unsqueeze", [first, self._shape(-1)], f"{name}.begin")
+            begin = self._derive(home, "Unsqueeze", [first, self.shape(-1)], f"{name}.begin")
             place = self._derive(home, "Add", [byte, begin], f"{name}.place")
-            pairs = self._derive(home, "Gather", [self._pairs(home), place], f"{name}.pairs", axis=0)
-            signed = self._derive(home, "Reshape", [pairs, self._shape(columns, -1)], f"{name}.signed")
+            pairs = self._derive(home, "Gather", [self.pairs(home), place], f"{name}.pairs", axis=0)
+            signed = self._derive(home, "Reshape", [pairs, self.shape(columns, -1)], f"{name}.signed")
             return self._unpadded_columns(home, name, signed, inner, blocks.rows)
 
         def pack(home: ir.Graph) -> Packed:
             return self._local(home, stored), *self._steps_of_4_bits(home, name, codes, numbers.shape[0], scale)
 
-        return StoredMatrix(name, 4, blocks.rows, (inner, columns), scale, columns=unpack, packed=pack)
+        rows = stored, codes
+        return StoredMatrix(name, 4, blocks.rows, (inner, columns), scale, columns=unpack, packed=pack, rows=rows)
 
     def _steps_of_4_bits(
         self, home: ir.Graph, name: str, codes: ir.Value, count: int, scale: np.ndarray
@@ -178,12 +186,12 @@ class WeightStore:
         shifts = [codes, self.constant("unpack.to_zero", np.uint8(4))]  # of z / 2, the upper half of a code
         zeros = self._derive(home, "BitShift", shifts, f"{name}.zeros", direction="RIGHT")
         if count % 2:
-            zeros = self._derive(home, "Pad", [zeros, self._shape(0, 0, 0, 1)], f"{name}.even")
-        pairs = self._derive(home, "Reshape", [zeros, self._shape(len(scale), -1, 2)], f"{name}.zero_pairs")
+            zeros = self._derive(home, "Pad", [zeros, self.shape(0, 0, 0, 1)], f"{name}.even")
+        pairs = self._derive(home, "Reshape", [zeros, self.shape(len(scale), -1, 2)], f"{name}.zero_pairs")
         wide = self._derive(home, "Cast", [pairs], f"{name}.wide", to=ir.DataType.INT32)
         places = self.constant("unpack.places", np.array([1, 16], np.int32))
         placed = self._derive(home, "Mul", [wide, places], f"{name}.placed")
-        both = self._derive(home, "ReduceSum", [placed, self._shape(-1)], f"{name}.both", keepdims=0)
+        both = self._derive(home, "ReduceSum", [placed, self.shape(-1)], f"{name}.both", keepdims=0)
         return scales, self._derive(home, "Cast", [both], f"{name}.zero_points", to=ir.DataType.UINT8)
 
     def _local(self, home: ir.Graph, stored: ir.Value) -> ir.Value:
@@ -202,8 +210,8 @@ class WeightStore:
     def _unpadded_columns(self, home: ir.Graph, name: str, rows: ir.Value, inner: int, block: int) -> ir.Value:
         """Return int8 (K, N) of int8 (N, K), without the rows that pad K to whole blocks."""
         if inner % block:
-            begin, axis = self._shape(0), self._shape(1)
-            rows = self._derive(home, "Slice", [rows, begin, self._shape(inner), axis], f"{name}.own")
+            begin, axis = self.shape(0), self.shape(1)
+            rows = self._derive(home, "Slice", [rows, begin, self.shape(inner), axis], f"{name}.own")
         return self._transpose(home, name, rows)
 
     def _pack(self, home: ir.Graph, name: str, rows: ir.Value, scale: np.ndarray, block: int, inner: int) -> Packed:
@@ -211,17 +219,17 @@ class WeightStore:
         raised = self._derive(home, "Cast", [rows], f"{name}.unsigned", to=ir.DataType.UINT8)
         raised = self._derive(home, "BitwiseXor", [raised, self._uint8_middle()], f"{name}.raised")
         if inner % block:
-            pads = self._shape(0, 0, 0, -inner % block)
+            pads = self.shape(0, 0, 0, -inner % block)
             raised = self._derive(home, "Pad", [raised, pads, self._uint8_middle()], f"{name}.filled")
-        packed = self._derive(home, "Reshape", [raised, self._shape(len(scale), -1, block)], f"{name}.packed")
+        packed = self._derive(home, "Reshape", [raised, self.shape(len(scale), -1, block)], f"{name}.packed")
         return packed, self._scales(home, name, scale, inner, block), None
 
     def _scales(self, home: ir.Graph, name: str, scale: np.ndarray, inner: int, block: int) -> ir.Value:
         """Return the scale of a column for each of its blocks: float32 (N, ⌈K / block⌉)."""
         by_column = self.constant(f"{name}.of_column", scale[:, None])
-        return self._derive(home, "Expand", [by_column, self._shape(1, -(-inner // block))], f"{name}.scales")
+        return self._derive(home, "Expand", [by_column, self.shape(1, -(-inner // block))], f"{name}.scales")
 
-    def _pairs(self, home: ir.Graph) -> ir.Value:
+    def pairs(self, home: ir.Graph) -> ir.Value:
         """Return the table that unpacks 4 bits: int8 (256 · 256, 2).
 
         Row 256 · code + byte has both numbers of the byte as weights of a block with this code. The table is derived
@@ -232,22 +240,23 @@ class WeightStore:
         z = self.constant("unpack.zeros", np.arange(round_nearest.MAX_BLOCK_ZERO + 1, dtype=np.int32)[:, None])
         sides = []
         for side, axes in (("lower", (0, 2)), ("upper", (1, 2))):  # (upper half, lower half, 1)
-            expanded = self._derive(home, "Unsqueeze", [q, self._shape(*axes)], f"unpack.{side}.apart")
-            sides.append(self._derive(home, "Expand", [expanded, self._shape(16, 16, 1)], f"unpack.{side}"))
+            expanded = self._derive(home, "Unsqueeze", [q, self.shape(*axes)], f"unpack.{side}.apart")
+            sides.append(self._derive(home, "Expand", [expanded, self.shape(16, 16, 1)], f"unpack.{side}"))
         both = self._derive(home, "Concat", sides, "unpack.both", axis=-1)
-        m_apart = self._derive(home, "Unsqueeze", [m, self._shape(1, 2, 3)], "unpack.m_apart")
+        m_apart = self._derive(home, "Unsqueeze", [m, self.shape(1, 2, 3)], "unpack.m_apart")
         times = self._derive(home, "Mul", [m_apart, both], "unpack.times")  # (m, 16, 16, 2)
         product = self._derive(home, "Mul", [m, z], "unpack.products")
         shift = self._derive(home, "Div", [product, self.constant("unpack.two", np.int32(2))], "unpack.shift")
-        shift_apart = self._derive(home, "Unsqueeze", [shift, self._shape(2, 3, 4)], "unpack.shift_apart")
+        shift_apart = self._derive(home, "Unsqueeze", [shift, self.shape(2, 3, 4)], "unpack.shift_apart")
         weights = self._derive(home, "Sub", [times, shift_apart], "unpack.weights")  # (z, m, 16, 16, 2)
-        flat = self._derive(home, "Reshape", [weights, self._shape(-1, 2)], "unpack.flat")
+        flat = self._derive(home, "Reshape", [weights, self.shape(-1, 2)], "unpack.flat")
         return self._derive(home, "Cast", [flat], "unpack.pairs", to=ir.DataType.INT8)
 
     def _uint8_middle(self) -> ir.Value:
         return self.constant("unpack.half", np.uint8(128))
 
-    def _shape(self, *sizes: int) -> ir.Value:
+    def shape(self, *sizes: int) -> ir.Value:
+        """Return a constant int64 vector."""
         return self.constant(f"unpack.{'x'.join(map(str, sizes))}", np.array(sizes, np.int64))
 
     def _derive(

@@ -109,9 +109,9 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
         if options.quantization.weights != "none":
             bits = 4 if options.quantization.weights == "int4" else 8
             bits_of = {
-                name: m.at_least(bits)
+                name: m.uniform(bits)
                 for m in find_matrices(candidate.model, options.optimize_for)
-                for name in m.products
+                for name in m.readers
             }
             any_scale = StaticScale.between(-1, 1)  # its value does not change the speed
             scales = dict.fromkeys(bits_of, any_scale) if options.quantization.activation_scales == STATIC else {}

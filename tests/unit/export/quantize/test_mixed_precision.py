@@ -95,9 +95,11 @@ def test_matrices_match_linear_layers_without_duplicates(case):
     matrices = find_matrices(case.model)
     modules = [m for name, m in case.module.named_modules() if isinstance(m, torch.nn.Linear) and name != "output"]
     assert sum(m.shape[0] * m.shape[1] for m in matrices if not m.is_table) == sum(m.weight.numel() for m in modules)
-    (tied,) = [m for m in matrices if m.is_table]
+    source, tied = sorted((m for m in matrices if m.is_table), key=lambda m: len(m.products))
+    assert (source.shape, source.products) == ((WIDTH, SOURCE_VOCABULARY), [])
     assert tied.shape == (WIDTH, TARGET_VOCABULARY)
-    assert tied.choices == (8,)
+    assert len(tied.products) == 1
+    assert source.choices == tied.choices == (8,)  # too small for 4
     assert len({m.name for m in matrices}) == len(matrices)
 
 
@@ -113,7 +115,7 @@ def test_second_moments_match_inputs_of_pytorch_modules(case, tmp_path):
     for hook in hooks:
         hook.remove()
     moments = dict(read_second_moments(case.model, case.manifest, case.samples, tmp_path / "inputs.onnx"))
-    assert set(moments) == {m.name for m in find_matrices(case.model)}
+    assert set(moments) == {m.name for m in find_matrices(case.model) if m.products}
     assert len(inputs) > 8
     for name, rows in inputs.items():
         x = torch.cat(rows).double().numpy()
@@ -148,26 +150,31 @@ def test_quality_matches_torch(case):
     assert quality.perplexity_ratio == pytest.approx(np.exp(after - before), rel=1e-5)
 
 
-def test_simulation_matches_quantized_file(case, tmp_path):
+def test_simulation_matches_quantized_file(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("tformer_export.quantize.matrices.MIN_TABLE_VALUES_IN_4_BITS", 1)
     matrices = find_matrices(case.model)
     rounding = Rounding(case.model, matrices)
     simulation = Simulation(case.model, case.manifest, rounding.dequantize, tmp_path / "simulated.onnx")
     float_logits = dict(predictions(case.engine, case.samples[:12]))
 
-    def simulated(bits, tables=True):
-        simulation.set_bits(bits, tables)
+    def simulated(bits):
+        simulation.set_bits(bits)
         return dict(predictions(simulation.engine, case.samples[:12]))
 
-    for at, logits in simulated({}, tables=False).items():
+    for at, logits in simulated({}).items():
         np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)
+    assert [m.choices for m in matrices if m.is_table] == [(4, 8)] * 2
     choices = [8 if m.is_table else (4, 8, FLOAT_BITS)[i % 3] for i, m in enumerate(matrices)]
     for matrix_bits in ([8] * len(matrices), choices, [max(m.choices[0], 4) for m in matrices]):
         bits = {m.name: b for m, b in zip(matrices, matrix_bits, strict=True)}
         model = case.model.clone()
         integers = {
-            p: rounding.integers(m, bits[m.name]) for m in matrices for p in m.products if bits[m.name] != FLOAT_BITS
+            name: rounding.integers(m, bits[m.name])
+            for m in matrices
+            for name in m.readers
+            if bits[m.name] != FLOAT_BITS
         }
-        quantize_weights(model, {p: bits[m.name] for m in matrices for p in m.products}, integers=integers)
+        quantize_weights(model, {name: bits[m.name] for m in matrices for name in m.readers}, integers=integers)
         file_logits = dict(
             predictions(case.write_engine(model, f"{matrix_bits[0]}{matrix_bits[1]}.onnx"), case.samples[:12])
         )
@@ -178,7 +185,7 @@ def test_simulation_matches_quantized_file(case, tmp_path):
             np.median(simulation_errors) < 1e-4 < 0.02 * np.median(file_errors)
         )  # an activation on an edge may round the other way
         assert max(simulation_errors) < 0.5 * max(file_errors)
-    for at, logits in simulated({}, tables=False).items():
+    for at, logits in simulated({}).items():
         np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)
 
 
@@ -196,7 +203,7 @@ def test_sensitive_layer_keeps_more_bits(case, tmp_path):
     plan, mixture = plans[0], plans[0].mixture
     assert list(tmp_path.iterdir()) == []
     by_loss = sorted(mixture.layers, key=lambda layer: -layer.divergence.get(4, 0))
-    assert by_loss[0].products == sensitive.products
+    assert by_loss[0].readers == sensitive.readers
     assert plan.bits[sensitive.name] > 4
     assert list(plan.bits.values()).count(4) >= 3
     chosen = mixture.frontier[mixture.chosen]
@@ -207,9 +214,9 @@ def test_sensitive_layer_keeps_more_bits(case, tmp_path):
     )
     assert sum(chosen.layers.values()) == len(mixture.layers)
     for layer in mixture.layers:
-        assert {plan.bits[p] for p in layer.products} == {layer.bits}
+        assert {plan.bits[reader] for reader in layer.readers} == {layer.bits}
     assert set(plan.integers) == {
-        p for m in bit_planner.matrices if plan.bits[m.name] != FLOAT_BITS and not m.is_table for p in m.products
+        reader for m in bit_planner.matrices if plan.bits[m.name] != FLOAT_BITS for reader in m.readers
     }
 
 

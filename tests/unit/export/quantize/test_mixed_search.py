@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from tformer_export import export
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.quantize import BitPlanner, quantize_weights
 from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
-from tformer_export.quantize.mixed_search import MixedSearch, make_path
+from tformer_export.quantize.mixed_search import MixedSearch, fill, make_path
 from tformer_export.quantize.token_quality import TokenQuality
 from tformer_runtime import OptionError
 
@@ -27,7 +28,7 @@ def matrices(*shapes):
 
 def test_path_takes_cheapest_bytes_first():
     weights = matrices((64, 64), (64, 64), (64, 128))
-    weights[2].is_table = True
+    weights[2].tables.append("table")
     sensitivities = {"m0": {8: 0.0, 4: 0.5}, "m1": {8: 0.3, 4: 0.31}, "m2": {8: 9.0}}
     path = make_path(weights, sensitivities)
     # m0 to 8 bits costs nothing; m1 is cheaper a byte if it takes both steps at once; m0's second step is the dearest.
@@ -111,7 +112,7 @@ class InventedCosts:
     costs: dict[str, float]
     passes: int = 0
 
-    def set_bits(self, plan, tables=True):
+    def set_bits(self, plan):
         self.engine = plan
 
     def quality(self, plan):
@@ -138,7 +139,7 @@ def test_search_finds_smallest_plan_within_budget(tokens):
 
 @pytest.mark.parametrize("max_bits", [4.9, 5.5, 7.0, 8.5])
 @pytest.mark.parametrize("tokens", [None, 0.02])
-def test_search_finds_largest_plan_with_few_bits(max_bits, tokens):
+def test_search_finds_plan_of_least_loss_with_few_bits(max_bits, tokens):
     random = np.random.default_rng(1)
     weights = matrices(*[(64, 64 * int(n)) for n in random.integers(1, 5, 40)])
     costs = {m.name: float(cost) for m, cost in zip(weights, random.exponential(0.004, 40), strict=True)}
@@ -155,9 +156,33 @@ def test_search_finds_largest_plan_with_few_bits(max_bits, tokens):
         for plan in make_path(weights, result.sensitivities)
         if bits(plan) <= max_bits and costs_model.quality(plan).changed <= allowed
     ]
-    found = result.within(budget, max_bits)
-    assert [bits(result.frontier[i].plan) <= max_bits for i in found] == [True] * len(found)
-    assert [result.frontier[i].plan for i in found[:1]] == fitting[:1]
+    found = [result.frontier[i] for i in result.within(budget, max_bits)]
+    assert all(bits(point.plan) <= max_bits and point.quality.changed <= allowed for point in found)
+    losses = [point.quality.divergence for point in found]
+    assert losses == sorted(losses)
+    assert (found == []) == (fitting == [])
+    assert losses[:1] <= [min(costs_model.quality(plan).divergence for plan in fitting)] if fitting else True
+
+
+def test_large_matrix_that_does_not_fit_leaves_its_bits_to_others():
+    """The best of all mixtures is found by trying each."""
+    weights = matrices((64, 64), (64, 1024), (64, 128), (64, 96))
+    sensitivities = {"m0": {4: 0.2}, "m1": {4: 9.0}, "m2": {4: 0.3}, "m3": {4: 0.1}}
+    max_bits = (8 * sum(count_bytes(m.shape, 4) for m in weights) / sum(64 * m.shape[1] for m in weights)) + 0.6
+    plans = [
+        {m.name: bits for m, bits in zip(weights, choice, strict=True)}
+        for choice in itertools.product((4, 8), repeat=4)
+    ]
+
+    def loss(plan):
+        return sum(sensitivities[name].get(bits, 0) for name, bits in plan.items())
+
+    def bits(plan):
+        return 8 * sum(count_bytes(m.shape, plan[m.name]) for m in weights) / sum(64 * m.shape[1] for m in weights)
+
+    best = min((plan for plan in plans if bits(plan) <= max_bits), key=loss)
+    assert best == fill(weights, sensitivities, max_bits) == {"m0": 8, "m1": 4, "m2": 8, "m3": 4}
+    assert [p for p in make_path(weights, sensitivities) if bits(p) <= max_bits] == [dict.fromkeys(best, 4)]
 
 
 def count_bytes(shape, bits):

@@ -81,6 +81,52 @@ def test_tied_table_is_stored_once(transposed):
     assert (actual.argmax(1) == expected.argmax(1)).all()
 
 
+@pytest.mark.parametrize("width", [32, 40, 7])  # 40 and 7 are padded to blocks of 16
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 2, 2), (2, 0)])
+def test_rows_of_table_in_4_bits_are_those_of_its_integers(shape, width):
+    random = np.random.default_rng(0)
+    table = random.standard_normal((200, width)).astype(np.float32)
+    ids_shape = [f"axis{i}" for i in range(len(shape))]
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["y"])]
+    model = ir.from_proto(
+        model_of(nodes, {"ids": (TensorProto.INT64, ids_shape)}, {"y": [*ids_shape, width]}, {"table": table})
+    )
+    assert quantize_weights(model, {"table": 4}).tables == 1
+    ids = random.integers(-200, 200, shape)
+    q, codes, scale = in_blocks(table.T, int4_blocks(width, "throughput"))
+    expected = (expand(q, codes, 16) * scale).T[ids]
+    actual = run(ir.to_proto(model), ids)
+    assert actual.dtype == np.float32
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("optimize_for", ["throughput", "latency"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_tied_table_in_4_bits_is_stored_once(transposed, optimize_for):
+    proto, table = make_tied_model(transposed)
+    model = ir.from_proto(proto)
+    for node in model.graph:
+        node.name = node.name or node.op_type
+    product = "Gemm" if transposed else "MatMul"
+    parts = quantize_weights(model, {"table": 4, product: 4}, optimize_for, "ids")
+    assert (parts.count, parts.products[product].bits) == (2, 4)
+    quantized = ir.to_proto(model)
+    stored = [numpy_helper.to_array(t) for t in quantized.graph.initializer]
+    assert [array.nbytes for array in stored if array.nbytes >= VOCABULARY * WIDTH // 2] == [VOCABULARY * WIDTH // 2]
+    blocks = int4_blocks(WIDTH, optimize_for)
+    q, codes, scale = in_blocks(table.T, blocks)
+    rounded, _ = make_tied_model(transposed)
+    for tensor in rounded.graph.initializer:
+        if tensor.name in ("table", "columns"):
+            weight = (expand(q, codes, blocks.rows) * scale).astype(np.float32)
+            weight = np.ascontiguousarray(weight.T) if tensor.name == "table" else weight
+            tensor.CopyFrom(numpy_helper.from_array(weight, tensor.name))
+    ids = np.array([[3, 59, 0], [7, 7, 8]])
+    expected, actual = run(rounded, ids), run(quantized, ids)
+    # Activations alone are rounded, by half a step of 1/127 of a row's maximum at most; their errors rarely add up.
+    assert 0 < np.abs(actual - expected).max() < 0.01 * np.ptp(expected)
+
+
 def test_equal_numbers_of_different_shape_are_separate_matrices():
     """Two projections that start as zeros, up and down, are an example."""
     nodes = [
