@@ -105,7 +105,7 @@ def test_mixed_quantization_stays_within_max_bits(checkpoint, lines, run):
     assert mixture["budget"] == "8 bits for each weight"
     weights = sum(inner * columns for inner, columns in (layer["shape"] for layer in mixture["layers"]))
     assert 8 * mixture["frontier"][mixture["chosen"]]["size"] / weights <= 8
-    assert {layer["bits"] for layer in mixture["layers"]} == {4, 8}
+    assert {8} < {layer["bits"] for layer in mixture["layers"]} <= {4, 6, 8}
 
 
 def test_plot_without_matplotlib_is_refused_before_the_export(checkpoint, lines, refused, monkeypatch):

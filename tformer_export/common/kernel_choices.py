@@ -130,4 +130,4 @@ def few_rows_limits(forms: KernelForms) -> Mapping[int, int] | None:
     form = FEW_ROWS_KERNEL.form_in(forms)
     if form == FEW_ROWS_KERNEL.default:
         return None
-    return {} if form == "none" else dict.fromkeys((4, 8), int(form.split()[0]))
+    return {} if form == "none" else dict.fromkeys((4, 6, 8), int(form.split()[0]))

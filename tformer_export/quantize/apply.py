@@ -134,7 +134,7 @@ def _calibrate(
         is_random = samples is None and gate.source.step_input is not None
         planner.learn_static_scales([*fit_samples, draw_long_sample(gate, before)] if is_random else fit_samples)
     if samples is not None:
-        planner.fit_integers({"int8": (8,), "int4": (4,), "mixed": (4, 8)}[options.quantization.weights])
+        planner.fit_integers({"int8": (8,), "int4": (4,), "mixed": (4, 6, 8)}[options.quantization.weights])
     return planner, replace(manifest, quantization=options.quantization.weights, optimized_for=options.optimize_for)
 
 

@@ -16,7 +16,7 @@ from tformer_export.quantize.weight_storage import digest
 
 FLOAT_BITS = 32  # bits of a matrix that stays in float
 MIN_TABLE_VALUES_IN_4_BITS = 1 << 16  # a smaller table saves little, and its lookup takes eight operators more
-BIT_CHOICES = (4, 8, FLOAT_BITS)
+BIT_CHOICES = (4, 6, 8, FLOAT_BITS)
 
 
 @dataclass
@@ -92,6 +92,8 @@ class Matrix:
             return 4 * k * n
         if bits == 8:
             return k * n + 4 * n
+        if bits == 6:
+            return -(-k // 4) * 3 * n + 4 * n
         rows = self.blocks.rows
         return -(-k // rows) * (rows // 2 + 1) * n + 4 * n
 

@@ -1,7 +1,7 @@
 """Mixed precision: the sensitivity of each matrix to few bits, and the search for mixtures within a budget.
 
 The sensitivity of a matrix is the KL divergence of the next token's distribution when this matrix alone is quantised;
-for a single-pass model, the relative squared error of its outputs. The steps of all matrices (float → 8 bits → 4)
+for a single-pass model, the relative squared error of its outputs. The steps of all matrices (float → 8 bits → 6 → 4)
 are sorted by their loss for each saved byte. This makes a path of mixtures from float to 4 bits everywhere, each
 smaller than the one before. Losses need not add up, so mixtures are measured as a whole: points spread over the path,
 which are the frontier in the report, and then, by bisection, mixtures between the last within the budget and the next.
@@ -86,12 +86,13 @@ class MixedSearch:
         """Search mixtures within a budget.
 
         max_bits: for each weight, with the scales; the mixture that fills so many bits is measured too.
-        Cost: a pass over the coarse samples for each matrix, two if 8 bits everywhere exceed the budget; and some
+        Cost: two passes over the coarse samples for each matrix, three if 8 bits everywhere exceed the budget; and some
             fifteen passes over all samples.
         """
         eight = self._measure({m.name: m.at_least(8) for m in self.matrices})
         sensitivities: Sensitivities = {m.name: {} for m in self.matrices}
         self._measure_sensitivities(sensitivities, 4)
+        self._measure_sensitivities(sensitivities, 6)
         fits = eight.is_within(budget)
         if not fits:
             self._measure_sensitivities(sensitivities, 8)

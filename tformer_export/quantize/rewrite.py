@@ -34,7 +34,7 @@ from tformer_export.quantize.rounding import round_nearest
 from tformer_export.quantize.weight_storage import StoredMatrix, WeightStore, digest
 
 MIN_WEIGHT_VALUES = 1024  # smaller products gain nothing
-SMALL_BATCH_LIMIT = {8: 2, 4: 3}  # bits → number of new tokens up to which MatMulNBits is faster
+SMALL_BATCH_LIMIT = {8: 2, 6: 2, 4: 3}  # bits → number of new tokens up to which MatMulNBits is faster
 CONTRIB = "com.microsoft"
 ENCODE = "encode"  # the graph whose products have many rows
 INT8_ACTIVATIONS = 4  # the accuracy_level of MatMulNBits
@@ -95,8 +95,8 @@ def quantize_weights(
 ) -> QuantizedParts:
     """Quantise a model in place, in one pass over the weights, and return its quantised parts.
 
-    bits: bits of the weights (8 or 4; 16 and 32 keep a product in float), for all products or by name: of a product, or
-        of the initializer of an embedding table. A table without bits has 8, and so has a product with a table.
+    bits: bits of the weights (8, 6 or 4; 16 and 32 keep a product in float), for all products or by name: of a product,
+        or of the initializer of an embedding table. A table without bits has 8, and so has a product with a table.
     optimize_for: selects the products that have the form for few rows.
     step: the graph input that holds the new tokens; without it no product has the form for few rows.
     integers: name → integers, as `rounding` makes them; others are rounded to nearest.
@@ -291,7 +291,7 @@ class _QuantizationRewriter:
         bias, last = _bias_of(node)
         bias_fits = _is_bias_by_column(bias, matrix)
         inner, columns = matrix.shape
-        sizes = {"K": inner, "N": columns, "bits": matrix.bits, "block_size": matrix.block}
+        sizes = {"K": inner, "N": columns, "bits": matrix.packed_bits, "block_size": matrix.block}
         product = ir.node(
             "MatMulNBits",
             [node.inputs[0], packed, scales, *((zeros, None, bias) if bias_fits else (zeros,) if zeros else ())],

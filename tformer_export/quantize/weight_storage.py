@@ -28,6 +28,7 @@ class StoredMatrix:
     """The integers (K, N) of a product. Each form is made once in a graph, when it is first requested there.
 
     scale: float32 (N,).
+    packed_bits: of the packed form.
     columns: graph → int8 (K, N); multiplied by the column's scale they are the weights.
     packed: graph → operands of MatMulNBits: the weights, the scales of blocks (N, ⌈K / block⌉), and their zero points,
         which 4 bits have.
@@ -43,6 +44,10 @@ class StoredMatrix:
     columns: Callable[[ir.Graph], ir.Value]
     packed: Callable[[ir.Graph], Packed]
     rows: tuple[ir.Value, ir.Value] | None = None
+
+    @property
+    def packed_bits(self) -> int:
+        return 4 if self.bits == 4 else 8
 
 
 class WeightStore:
@@ -88,7 +93,7 @@ class WeightStore:
         is_packed: whether it is stored packed.
         """
         if (key, bits) not in self._matrices:
-            make = self._of_4_bits if bits == 4 else self._packed_8 if is_packed else self._plain_8
+            make = {4: self._of_4_bits, 6: self._of_6_bits, 8: self._packed_8 if is_packed else self._plain_8}[bits]
             self._matrices[key, bits] = make(name, weight())
         return self._matrices[key, bits]
 
@@ -142,6 +147,36 @@ class WeightStore:
             columns=unpack,
             packed=lambda home: (self._local(home, stored), self._scales(home, name, scale, inner, block), None),
         )  # fmt: skip
+
+    def _of_6_bits(self, name: str, weight: np.ndarray) -> StoredMatrix:
+        """Store the matrix as two planes, of 4 and of 2 bits a number. The other forms have 8 bits."""
+        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight, 6)
+        inner, columns = weight.shape
+        block = round_nearest.block_rows(inner)
+        upper, lower = round_nearest.pack_6_bits(quantized)
+        planes = self.constant(f"{name}.upper", upper), self.constant(f"{name}.lower", lower)
+        byte = np.arange(256)
+        tables = (  # the numbers of a byte; an upper part is a multiple of 4, with zeros where the lower part belongs
+            self.constant("unpack.upper_plane", np.stack([byte % 16, byte // 16], 1).astype(np.int8) * 4 - 32),
+            self.constant("unpack.lower_plane", (byte[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)),
+        )
+
+        def unpack_rows(home: ir.Graph) -> ir.Value:
+            parts = []
+            for part, plane, table in zip(("upper", "lower"), planes, tables, strict=True):
+                place = self._derive(home, "Cast", [plane], f"{name}.{part}.int32", to=ir.DataType.INT32)
+                numbers = self._derive(home, "Gather", [table, place], f"{name}.{part}.numbers", axis=0)
+                parts.append(self._derive(home, "Reshape", [numbers, self.shape(columns, -1)], f"{name}.{part}.rows"))
+            return self._derive(home, "BitwiseOr", parts, f"{name}.signed")
+
+        def unpack(home: ir.Graph) -> ir.Value:
+            return self._unpadded_columns(home, name, unpack_rows(home), inner, 4)
+
+        def pack(home: ir.Graph) -> Packed:
+            rows = self._transpose(home, f"{name}.columns", unpack(home))
+            return self._pack(home, name, rows, scale, block, inner)
+
+        return StoredMatrix(name, 6, block, (inner, columns), scale, columns=unpack, packed=pack)
 
     def _of_4_bits(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix in 4 bits as MatMulNBits reads it, with the code of each block."""

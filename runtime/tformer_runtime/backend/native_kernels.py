@@ -28,6 +28,7 @@ from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
 from tformer_runtime.format.product_rewrite import PACKED_PRODUCT, replace_products
 from tformer_runtime.format.quantized_product import QuantizedProduct
+from tformer_runtime.format.stored_weights import read_rows_of_6_bits
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.format.weight_forms import MIDDLE
 
@@ -86,7 +87,8 @@ class NativeKernels:
         The array in the file is read once, by several threads. The handle must be given to `release`.
         """
         weights, scale, bias = product.weights, product.scale, product.bias
-        stored = tensor_array(weights.tensor, files.read)
+        of_6_bits = weights.lower is not None
+        stored = read_rows_of_6_bits(weights, files) if of_6_bits else tensor_array(weights.tensor, files.read)
         codes = _contiguous(weights.codes, files)
         if stored is None or stored.size == 0 or (weights.codes is not None and codes is None):
             return None

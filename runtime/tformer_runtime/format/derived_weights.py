@@ -40,7 +40,12 @@ from tformer_runtime.format.onnx_graph import (
     tensor_array,
 )
 from tformer_runtime.format.product_rewrite import DAMAGE, PACKED_PRODUCT, PRODUCTS, UNPARSED_BRANCHES
-from tformer_runtime.format.stored_weights import StoredWeights, find_packed_weights, find_stored_weights
+from tformer_runtime.format.stored_weights import (
+    StoredWeights,
+    find_packed_weights,
+    find_stored_weights,
+    read_rows_of_6_bits,
+)
 from tformer_runtime.format.weight_files import WeightFiles
 
 logger = logging.getLogger("tformer")
@@ -164,9 +169,10 @@ def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
         if stored.tensor.raw is None:
             yield _Derived(found[1], name, np.dtype(np.uint8), stored.tensor.shape, stored.tensor, None)
         return
-    rows = _array(stored.tensor, files)
+    values = _array(stored.tensor, files)
 
     def write(out: Array) -> None:
+        rows = values if stored.lower is None else _rows_of_6_bits(stored, files)
         weight_forms.packed_8_bits(rows if stored.is_transposed else rows.T, out)
 
     shape = stored.columns, -(-stored.inner // block), block
@@ -176,12 +182,21 @@ def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
 def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
     """Return the function that writes int8 columns."""
     values = _array(stored.tensor, files)
+    if stored.lower is not None:
+        return lambda out: weight_forms.transpose(_rows_of_6_bits(stored, files), out)
     if stored.codes is not None:
         codes = _array(stored.codes, files)
         return lambda out: weight_forms.columns_of_4_bits(values, codes, out)
     if stored.block:
         return lambda out: weight_forms.columns_of_8_bits(values, out)
     return lambda out: weight_forms.transpose(values, out)
+
+
+def _rows_of_6_bits(stored: StoredWeights, files: WeightFiles) -> Array:
+    rows = read_rows_of_6_bits(stored, files)
+    if rows is None:
+        raise _UnexpectedError
+    return rows
 
 
 def _array(tensor: Tensor, files: WeightFiles) -> Array:

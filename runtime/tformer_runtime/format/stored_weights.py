@@ -1,4 +1,4 @@
-"""The integer weights of a product as they are stored: int8 columns, rows of a table, or packed in 8 or 4 bits.
+"""The integer weights of a product as they are stored: int8 columns, rows of a table, or packed in 8, 6 or 4 bits.
 
 A file holds each matrix once and derives other forms by a few operators over constants at the top of a graph
 (`tformer_export/quantize/weight_storage.py`). This module recognises these operators, so that a kernel can read the
@@ -7,7 +7,7 @@ stored form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -17,10 +17,11 @@ from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
 from tformer_runtime.format.onnx_wire import iter_fields
 from tformer_runtime.format.weight_files import WeightFiles
-from tformer_runtime.format.weight_forms import MIDDLE, decode
+from tformer_runtime.format.weight_forms import MIDDLE, decode, rows_of_6_bits
 
 MAX_TABLE_VALUES = 1 << 17  # of the table that unpacks 4 bits
 BYTE_VALUES = 256
+VALUES_OF_LOWER = 4  # of a byte of the lower plane of 6 bits
 MAX_DEPTH, MAX_INPUTS = 16, 4  # of the nodes that compute that table
 _ARITHMETIC = {"Mul": np.multiply, "Sub": np.subtract, "Div": np.floor_divide}
 _SHAPING = ("Unsqueeze", "Expand", "Concat", "Reshape", "Cast", *_ARITHMETIC)
@@ -32,6 +33,8 @@ class StoredWeights:
 
     tensor: int8 (K, N); int8 (N, K) if `is_transposed`; packed uint8 (N, blocks, block · bits / 8) if `block`.
     codes: of the blocks of 4 bits (`weight_forms.decode`), uint8 (N, blocks); else None.
+    lower: of 6 bits (`weight_forms.rows_of_6_bits`), the plane of the lower 2; `tensor` is that of the upper 4, and
+        `is_transposed`.
     inner: K, without the rows that pad it to whole blocks.
     """
 
@@ -41,15 +44,21 @@ class StoredWeights:
     is_transposed: bool = False
     block: int = 0
     codes: Tensor | None = None
+    lower: Tensor | None = None
 
     @property
     def bits(self) -> int:
+        """Return the bits that kernels read: 6 are unpacked to 8 first."""
         return 8 if self.codes is None else 4
 
     @property
     def is_plain(self) -> bool:
         """Whether the stored form is int8 (K, N) itself."""
         return not self.is_transposed and not self.block
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.tensor, self.codes, self.lower) if tensor is not None]
 
 
 def find_stored_weights(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
@@ -62,9 +71,7 @@ def find_stored_weights(graph: Graph, name: str, files: WeightFiles) -> StoredWe
 
 def _whole(stored: StoredWeights | None, files: WeightFiles) -> StoredWeights | None:
     """Return weights if their bytes are there; else None."""
-    if stored is None or not files.is_whole(stored.tensor):
-        return None
-    return stored if stored.codes is None or files.is_whole(stored.codes) else None
+    return stored if stored is not None and all(files.is_whole(tensor) for tensor in stored.tensors) else None
 
 
 def _find_columns(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
@@ -90,12 +97,23 @@ def _plain(tensor: Tensor | None) -> StoredWeights | None:
     return StoredWeights(tensor, inner, columns)
 
 
+def read_rows_of_6_bits(stored: StoredWeights, files: WeightFiles) -> Array | None:
+    """Return the int8 rows (N, K) of weights of 6 bits; None if the file does not have them."""
+    planes = [tensor_array(tensor, files.read) for tensor in stored.tensors]
+    upper, lower = planes
+    if upper is None or lower is None:
+        return None
+    rows = np.empty((stored.columns, stored.inner), np.int8)
+    rows_of_6_bits(upper, lower, rows)
+    return rows
+
+
 def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[StoredWeights, int] | None:
     """Return the stored form of packed weights of this name, and the numbers of a block; None for other values.
 
     They are uint8 (N, blocks, bytes of a block), as MatMulNBits reads them, and have one of these forms:
         Concat(stored)                                    a name of its own for a stored weight
-        Reshape([Pad](BitwiseXor(Cast(rows), 128)))       of 8 bits, from int8 (N, K) or the transpose of int8 (K, N)
+        Reshape([Pad](BitwiseXor(Cast(rows), 128)))       of 8 bits, from int8 (N, K) or the transpose of columns (K, N)
     """
     found = graph.find_producer(name)
     if found is None:
@@ -122,13 +140,13 @@ def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[St
     cast = _node(home, above.inputs[0])
     if cast is None or not is_operator(cast, "Cast", 1) or cast.attributes() != {"to": DATA_TYPE_UINT8}:
         return None
-    stored = _whole(_find_int8(home, cast.inputs[0]), files)
+    stored = _whole(_find_int8(home, cast.inputs[0], files), files)
     if stored is None or sizes is None or len(sizes) != 3 or sizes[:2] != [stored.columns, -1] or sizes[2] < 1:
         return None
     return (stored, sizes[2]) if padding == -stored.inner % sizes[2] else None
 
 
-def _find_int8(graph: Graph, name: str) -> StoredWeights | None:
+def _find_int8(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
     """Return the stored form of the int8 value (N, K) of this name: rows as they are, or the transpose of columns."""
     tensor, is_transposed = graph.find_tensor(name), True
     if tensor is None:
@@ -136,6 +154,9 @@ def _find_int8(graph: Graph, name: str) -> StoredWeights | None:
         if node is None or not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
             return None
         tensor, is_transposed = graph.find_tensor(node.inputs[0]), False
+        if tensor is None:
+            stored = _find_columns(graph, node.inputs[0], files)
+            return stored if stored is not None and stored.lower is not None else None
     if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
         return None
     columns, inner = tensor.shape if is_transposed else tensor.shape[::-1]
@@ -156,19 +177,69 @@ def _find_rows(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | N
         if begin != [0] or axis != [1] or end is None or len(end) != 1:
             return None
         inner, node = end[0], _node(graph, node.inputs[0])
-    if node is None or not is_operator(node, "Reshape", 2):
-        return None
-    sizes = _integers(graph, node.inputs[1], files)
-    above = _node(graph, node.inputs[0])
-    if above is None or sizes is None or len(sizes) != 2 or sizes[1] != -1:
-        return None
-    stored = _packed_8(graph, above, files) if above.op_type == "Cast" else _packed_4(graph, above, files)
-    if stored is None or stored.columns != sizes[0]:
+    if node is not None and is_operator(node, "BitwiseOr", 2):
+        stored = _planes_of_6(graph, node, files)
+    else:
+        stored = _find_reshaped(graph, node, files)
+    if stored is None:
         return None
     inner = stored.inner if inner is None else inner
-    if not stored.inner - stored.block < inner <= stored.inner:
+    filled = stored.block if stored.lower is None else VALUES_OF_LOWER
+    return replace(stored, inner=inner) if stored.inner - filled < inner <= stored.inner else None
+
+
+def _find_reshaped(graph: Graph, node: Node | None, files: WeightFiles) -> StoredWeights | None:
+    """Recognise the rows (N, K) of packed weights."""
+    above = _reshaped_rows(graph, node, files)
+    if above is None:
         return None
-    return StoredWeights(stored.tensor, inner, stored.columns, stored.is_transposed, stored.block, stored.codes)
+    stored = _packed_8(graph, above[0], files) if above[0].op_type == "Cast" else _packed_4(graph, above[0], files)
+    return stored if stored is not None and stored.columns == above[1] else None
+
+
+def _reshaped_rows(graph: Graph, node: Node | None, files: WeightFiles) -> tuple[Node, int] | None:
+    """Recognise a Reshape to (N, −1); return the node above it and N."""
+    if node is None or not is_operator(node, "Reshape", 2):
+        return None
+    sizes, above = _integers(graph, node.inputs[1], files), _node(graph, node.inputs[0])
+    if above is None or sizes is None or len(sizes) != 2 or sizes[1] != -1:
+        return None
+    return above, sizes[0]
+
+
+def _planes_of_6(graph: Graph, node: Node, files: WeightFiles) -> StoredWeights | None:
+    """Recognise BitwiseOr of two planes, each Reshape(Gather(table, Cast(plane)))."""
+    planes = []
+    for name, table in zip(node.inputs, _tables_of_6(), strict=True):
+        above = _reshaped_rows(graph, _node(graph, name), files)
+        if above is None or not is_operator(above[0], "Gather", 2) or above[0].attributes().get("axis", 0) != 0:
+            return None
+        values, place = above[0].inputs
+        cast = _node(graph, place)
+        if cast is None or not is_operator(cast, "Cast", 1) or cast.attributes() != {"to": DATA_TYPE_INT32}:
+            return None
+        plane, found = graph.find_tensor(cast.inputs[0]), graph.find_tensor(values)
+        if plane is None or plane.dtype != np.uint8 or len(plane.shape) != 2 or plane.shape[0] != above[1]:
+            return None
+        if found is None or found.byte_count > table.nbytes or found.dtype != np.int8:
+            return None
+        numbers = tensor_array(found, files.read)
+        if numbers is None or not np.array_equal(numbers, table):
+            return None
+        planes.append(plane)
+    upper, lower = planes
+    if upper.shape != (lower.shape[0], 2 * lower.shape[1]):
+        return None
+    count = VALUES_OF_LOWER * lower.shape[1]
+    return StoredWeights(upper, count, upper.shape[0], is_transposed=True, lower=lower)
+
+
+@cache
+def _tables_of_6() -> tuple[Array, Array]:
+    """Return the numbers of each byte of the two planes."""
+    byte = np.arange(BYTE_VALUES)
+    upper = np.stack([byte % 16, byte // 16], 1) * 4 - 32
+    return upper.astype(np.int8), (byte[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)
 
 
 def _packed_8(graph: Graph, cast: Node, files: WeightFiles) -> StoredWeights | None:

@@ -63,6 +63,25 @@ def columns_of_4_bits(packed: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8
                 half_of_rows[:] = signed[: len(half_of_rows)]
 
 
+def rows_of_6_bits(upper: npt.NDArray[np.uint8], lower: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
+    """Write the int8 rows of weights of 6 bits.
+
+    upper: (N, 2 · P), two upper parts of 4 bits in a byte, of the weights plus 32. lower: (N, P), four lower parts of 2
+        bits. The first of a byte is in its lowest bits.
+    out: (N, K), with K at most 4 · P: further numbers of a row are left out.
+    """
+    count, inner = len(upper), out.shape[1]
+    numbers = np.empty((min(STRIP_COLUMNS, count), 4 * lower.shape[1]), np.uint8)
+    for begin in range(0, count, STRIP_COLUMNS):
+        high, low = upper[begin : begin + STRIP_COLUMNS], lower[begin : begin + STRIP_COLUMNS]
+        rows = numbers[: len(high)]
+        rows[:, ::2], rows[:, 1::2] = high << 2 & 60, high >> 2 & 60
+        for place in range(4):
+            rows[:, place::4] |= low >> 2 * place & 3
+        rows -= 32
+        out[begin : begin + STRIP_COLUMNS] = rows.view(np.int8)[:, :inner]
+
+
 def columns_of_8_bits(packed: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
     """Write int8 columns.
 

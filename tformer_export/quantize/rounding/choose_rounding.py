@@ -19,7 +19,7 @@ from tformer_runtime.format.manifest import Manifest
 class Rounding:
     """Rounds each matrix when its integers are first requested, and keeps them.
 
-    8 bits are rounded to nearest, and 4 bits with the scales of least error; both by GPTQ after `fit`. A matrix that is
+    8 bits are rounded to nearest, and fewer with the scales of least error; all by GPTQ after `fit`. A matrix that is
     an embedding too is always rounded to nearest, because no product says which of its rows matter. Memory: a byte for
     each weight and number of bits.
     """
@@ -42,17 +42,20 @@ class Rounding:
                     self._integers[name, number] = (
                         round_gptq.in_blocks(weight, hessian, matrix.blocks)
                         if number == 4
-                        else round_gptq.per_column(weight, hessian)
+                        else round_gptq.per_column(weight, hessian, number)
                     )
 
     def integers(self, matrix: Matrix, bits: int) -> Integers:
-        """Return the integers of a matrix in 4 or 8 bits."""
+        """Return the integers of a matrix in 4, 6 or 8 bits."""
         key = matrix.name, bits
         if key not in self._integers:
             weight = matrix.read(self.model)
-            self._integers[key] = (
-                round_least_error.in_blocks(weight, matrix.blocks) if bits == 4 else round_nearest.per_column(weight)
-            )
+            if bits == 8:
+                self._integers[key] = round_nearest.per_column(weight)
+            elif bits == 6:
+                self._integers[key] = round_least_error.per_column(weight, bits=bits)
+            else:
+                self._integers[key] = round_least_error.in_blocks(weight, matrix.blocks)
         return self._integers[key]
 
     def dequantize(self, matrix: Matrix, bits: int) -> np.ndarray:

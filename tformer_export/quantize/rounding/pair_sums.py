@@ -20,24 +20,29 @@ MAX_WEIGHT = 127
 MAX_PAIR_SUM = 128
 
 
-def column_scale(weight: np.ndarray) -> np.ndarray:
-    """Return the smallest scale that keeps each column of (K, N) and its pairs in range, float32 (N,); 1 for zeros."""
-    largest = np.maximum(weight.max(0), -weight.min(0)) / MAX_WEIGHT
-    if len(weight) > 1:
+def column_scale(weight: np.ndarray, max_weight: int = MAX_WEIGHT) -> np.ndarray:
+    """Return the smallest scale that keeps each column of (K, N) and its pairs in range, float32 (N,); 1 for zeros.
+
+    max_weight: the largest magnitude of an integer.
+    """
+    largest = np.maximum(weight.max(0), -weight.min(0)) / max_weight
+    if len(weight) > 1 and 2 * max_weight > MAX_PAIR_SUM:
         sums = _pairs(weight).sum(1)
         largest = np.maximum(largest, np.maximum(sums.max(0), -sums.min(0)) / MAX_PAIR_SUM)
     return np.where(largest == 0, 1, largest).astype(np.float32)
 
 
-def round_columns(ratio: np.ndarray) -> np.ndarray:
+def round_columns(ratio: np.ndarray, max_weight: int = MAX_WEIGHT) -> np.ndarray:
     """Round ratios of weights to scales to the nearest int8 (K, N) with weights and pairs in range.
 
     A pair beyond its limit moves there by the shortest way. Time: three passes over the weights. Memory: one more copy
     of `ratio` while it runs.
     """
     rounded = np.rint(ratio)
-    q: np.ndarray = rounded.clip(-MAX_WEIGHT, MAX_WEIGHT, out=rounded).astype(np.int8)
+    q: np.ndarray = rounded.clip(-max_weight, max_weight, out=rounded).astype(np.int8)
     del rounded
+    if 2 * max_weight <= MAX_PAIR_SUM:
+        return q
     pairs, exact = _pairs(q), _pairs(ratio)
     sums = pairs.sum(1, dtype=np.int16)
     pair_index, column = np.nonzero((sums > MAX_PAIR_SUM) | (sums < -MAX_PAIR_SUM))

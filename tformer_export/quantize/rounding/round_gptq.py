@@ -58,14 +58,15 @@ class Hessian:
         return identity
 
 
-def per_column(weight: np.ndarray, hessian: Hessian) -> tuple[np.ndarray, np.ndarray]:
+def per_column(weight: np.ndarray, hessian: Hessian, bits: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Return int8 (K, N) and float32 scales (N,) in the format of `round_nearest.per_column`.
 
     Time: K³ for the factor, once, and K² · N. Memory: a float64 (K, N).
     """
-    _, scale = round_least_error.per_column(weight, hessian.importance)
+    _, scale = round_least_error.per_column(weight, hessian.importance, bits)
+    most = round_nearest.MAX_OF_BITS[bits]
     steps, whole = np.broadcast_to(scale, weight.shape), np.zeros(weight.shape, np.int8)
-    limits = np.full(weight.shape, -pair_sums.MAX_WEIGHT), np.full(weight.shape, pair_sums.MAX_WEIGHT)
+    limits = np.full(weight.shape, -most), np.full(weight.shape, most)
     q = round_with_feedback(weight, hessian, steps, whole, *limits, pair_sums.MAX_PAIR_SUM)
     return q, _fit_scale(weight, q, scale, hessian)
 

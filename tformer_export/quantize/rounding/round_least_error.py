@@ -33,13 +33,15 @@ STEPS_BELOW = (0, 1, 2)  # tried multipliers of a block, below the least that re
 FIT_ROUNDS = 3  # rounds of fitting a column's scale by least squares and rounding to it
 
 
-def per_column(weight: np.ndarray, importance: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def per_column(
+    weight: np.ndarray, importance: np.ndarray | None = None, bits: int = 8
+) -> tuple[np.ndarray, np.ndarray]:
     """Round as `round_nearest.per_column` does, with the scales of least error.
 
     Time: 30 passes over the weights, on all cores.
     """
     shares = _shares(weight, importance)
-    parts = _map_parts(weight, lambda part: _search_columns(part, shares))
+    parts = _map_parts(weight, lambda part: _search_columns(part, shares, bits))
     return np.concatenate([q for q, _ in parts], 1), np.concatenate([s for _, s in parts])
 
 
@@ -81,13 +83,13 @@ def _map_parts(weight: np.ndarray, compute: Callable[[np.ndarray], T]) -> list[T
         return list(pool.map(compute, parts))
 
 
-def _search_columns(weight: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the integers and scales of least error for 8 bits."""
-    best, scale = round_nearest.per_column(weight)
+def _search_columns(weight: np.ndarray, shares: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the integers and scales of least error for 8 or 6 bits."""
+    best, scale = round_nearest.per_column(weight, bits)
     least_error = error(weight, best * scale, shares[:, 0])
 
     def keep_better(candidate: np.ndarray) -> None:
-        q = pair_sums.round_columns(weight / candidate)
+        q = pair_sums.round_columns(weight / candidate, round_nearest.MAX_OF_BITS[bits])
         candidate_error = (shares * (weight - q * candidate) ** 2).sum(0)
         _keep_better(least_error, candidate_error, (scale, candidate), (best, q))
 

@@ -1,6 +1,8 @@
-"""Integer weights, rounded to nearest: 8 bits with a scale for each column, 4 bits in blocks.
+"""Integer weights, rounded to nearest: 8 and 6 bits with a scale for each column, 4 bits in blocks.
 
 int8: w ≈ scale · q, with the smallest scale of a column that keeps its weights and pairs in range (`pair_sums.py`).
+
+int6: the same with q in −31 … 31. Files store it in 6 bits; products read it as int8.
 
 int4: w ≈ scale · (m · q − ⌊m · z / 2⌋), in two levels (progressive group quantisation of QServe, Lin et al. 2024).
     q has 4 bits. m is a small whole number and z / 2 a zero point for each block of a column, scale a float for each
@@ -23,6 +25,7 @@ from tformer_runtime.format.weight_forms import decode
 Integers = tuple[np.ndarray, ...]  # the result of `per_column` or `in_blocks`
 
 MAX_INT4 = 15
+MAX_OF_BITS = {8: pair_sums.MAX_WEIGHT, 6: 31}  # the largest magnitude of an integer, without blocks
 MAX_BLOCK_MULTIPLIER = 8  # 3 bits of a code
 MAX_BLOCK_ZERO = 31  # 5 bits of a code: a zero point in half steps
 MAX_COLUMN_WEIGHT = pair_sums.MAX_PAIR_SUM // 2  # keeps the sum of any pair in range
@@ -42,13 +45,13 @@ class Blocks:
     has_whole_zeros: bool = False
 
 
-def per_column(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def per_column(weight: np.ndarray, bits: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Round a float (K, N) to int8 (K, N) with float32 scales (N,), one for each column.
 
-    A column of zeros has scale 1.
+    bits: 8 or 6. A column of zeros has scale 1.
     """
-    scale = pair_sums.column_scale(weight)
-    return pair_sums.round_columns(weight / scale), scale
+    scale = pair_sums.column_scale(weight, MAX_OF_BITS[bits])
+    return pair_sums.round_columns(weight / scale, MAX_OF_BITS[bits]), scale
 
 
 def in_blocks(weight: np.ndarray, blocks: Blocks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -131,6 +134,19 @@ def pack(q: np.ndarray, bits: int, block: int) -> np.ndarray:
     out[:, :inner] = q.T if bits == 4 else q.T.view(np.uint8) ^ 128
     stored = out.reshape(columns, count, block)
     return stored if bits == 8 else stored[..., ::2] | stored[..., 1::2] << 4
+
+
+def pack_6_bits(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the integers int8 (K, N) as two planes, uint8 (N, ⌈K / 4⌉ · 2) and (N, ⌈K / 4⌉).
+
+    A byte of the first has the upper 4 bits of two numbers q + 32, a byte of the second the lower 2 bits of four. The
+    first number is in the lowest bits. Rows that fill the last four are 0.
+    """
+    inner, columns = q.shape
+    raised = np.full((columns, -(-inner // 4) * 4), 32, np.uint8)
+    raised[:, :inner] += q.T.view(np.uint8)
+    upper, lower = raised >> 2, (raised & 3).reshape(columns, -1, 4) << np.array([0, 2, 4, 6], np.uint8)
+    return upper[:, ::2] | upper[:, 1::2] << 4, np.bitwise_or.reduce(lower, -1)
 
 
 def block_rows(inner: int, choices: Sequence[int] = BLOCK_ROWS) -> int:

@@ -20,9 +20,11 @@ from tformer_export.quantize.rounding.round_nearest import Blocks, expand, in_bl
 floats = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 
 
+@pytest.mark.parametrize(("bits", "most"), [(8, 127), (6, 31)])
 @given(arrays.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 6)), elements=floats))
-def test_int8_weight_error_is_at_most_half_a_step(weight):
-    quantized, scale = per_column(weight)
+def test_weight_error_is_at_most_half_a_step(bits, most, weight):
+    quantized, scale = per_column(weight, bits)
+    assert np.abs(quantized.astype(int)).max() <= most
     assert quantized.dtype == np.int8
     assert scale.dtype == np.float32
     assert scale.shape == weight.shape[1:]
@@ -216,8 +218,8 @@ def dequantize(bits, inner):
         if tensor.name == "table":
             q, scale = per_column(weight.T)
             weight = (q * scale).T
-        elif weight.ndim == 2 and bits == 8:
-            q, scale = per_column(weight)
+        elif weight.ndim == 2 and bits != 4:
+            q, scale = per_column(weight, bits)
             weight = q * scale
         elif weight.ndim == 2:
             blocks = int4_blocks(len(weight), "latency")
@@ -228,7 +230,7 @@ def dequantize(bits, inner):
 
 
 @pytest.mark.parametrize("inner", [16, 40, 64, 100])  # 40 and 100 are padded to blocks; the second product has 72
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_both_forms_match_dequantized_model_up_to_rounding_of_activations(bits, inner):
     model = ir.from_proto(projection(inner))
     quantization = quantize_weights(model, bits, "latency", "ids")

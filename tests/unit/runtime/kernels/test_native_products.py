@@ -17,7 +17,7 @@ products = st.builds(
     Product,
     inner=sizes,
     columns=st.integers(1, 130),
-    bits=st.sampled_from([8, 4]),
+    bits=st.sampled_from([8, 6, 4]),
     before=st.sampled_from([None, "Relu", "Gelu", "Tanh"]),
     graph=st.sampled_from(["graph", "encode"]),
     on_cpu=st.booleans(),
@@ -52,7 +52,7 @@ def test_product_has_the_bits_of_onnxruntimes_operators(path, product, rows, see
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("inner", [16, 40, 100, 200, 512])  # 40, 100 and 200 are padded to blocks
 def test_packed_forms_for_latency_have_the_bits_of_the_form_for_rows(path, bits, inner):
     """The branch for few rows is gone: each row, alone or with others, is as in the form for many rows."""
@@ -86,7 +86,7 @@ def test_no_rows_give_no_results(path, bits):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 def test_large_product_has_the_bits_of_onnxruntimes_operators(path, bits):
     model = Product(1100, 1000, bits).model()
     x = rows_of(1100, 60, 2)
