@@ -1,6 +1,7 @@
 // AVX-512 VNNI: VPDPBUSD adds 4 products to each of 16 sums.
 #include <immintrin.h>
 
+#include "avx512_floats.h"
 #include "avx512_rows.h"
 #include "blocks.h"
 #include "paths.h"
@@ -216,6 +217,7 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4};
+const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4,
+                          FLOAT_COLUMNS, multiply_float_avx512};
 
 }  // namespace tformer

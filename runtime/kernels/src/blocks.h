@@ -24,9 +24,9 @@ INLINE void unroll(Body&& body) {
 
 // Calls Kernel<rows, PANELS>::run(tile, row, panel, weights of the panel) for the rows of a tile, in blocks of at most
 // MAX_ROWS of about equal size.
-template <template <int, int> class Kernel, int PANELS, int MAX_ROWS>
-inline void for_rows(const Tile& tile, size_t p, const uint8_t* weights) {
-  using Function = void (*)(const Tile&, size_t, size_t, const uint8_t*);
+template <template <int, int> class Kernel, int PANELS, int MAX_ROWS, class AnyTile, class Weight>
+inline void for_rows(const AnyTile& tile, size_t p, const Weight* weights) {
+  using Function = void (*)(const AnyTile&, size_t, size_t, const Weight*);
   static constexpr auto functions = []<int... N>(std::integer_sequence<int, N...>) {
     return std::array<Function, MAX_ROWS>{&Kernel<N + 1, PANELS>::run...};
   }(std::make_integer_sequence<int, MAX_ROWS>{});

@@ -12,7 +12,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 2;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 3;  // grows whenever a function or the operator changes
 
 int64_t keep(Packed packed) {
   return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
@@ -65,6 +65,16 @@ TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* ni
   });
 }
 
+// float32 weights; strides in numbers.
+TFORMER_EXPORT int64_t tformer_kernels_pack_float(const char* path, const float* weights, int64_t row_stride,
+                                                  int64_t column_stride, uint64_t inner, uint64_t columns,
+                                                  const float* bias, uint32_t threads) {
+  const Path* found = find_path(path);
+  if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
+  return guarded(
+      [&] { return keep(pack_floats(*found, weights, row_stride, column_stride, inner, columns, bias, threads)); });
+}
+
 // Returns whether the handle was known. Sessions that multiply with the matrix keep it.
 TFORMER_EXPORT int32_t tformer_kernels_release(int64_t handle) { return release_matrix(handle); }
 
@@ -77,9 +87,19 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply(int64_t handle, const float* x, 
                                                 int32_t reciprocal, float fixed_scale, int32_t column_first) {
   return guarded([&]() -> int64_t {
     auto matrix = find_matrix(handle);
-    if (!matrix || zero < 0 || zero > 255) return static_cast<int64_t>(Refusal::SHAPE);
+    if (!matrix || matrix->bits == FLOAT_BITS || zero < 0 || zero > 255) return static_cast<int64_t>(Refusal::SHAPE);
     RowScaling scaling{magnitude != 0, floor, step, zero, reciprocal != 0, fixed_scale};
-    multiply({matrix.get(), scaling, column_first != 0, x, out, rows}, one_by_one, nullptr);
+    multiply(Call{matrix.get(), scaling, column_first != 0, x, out, rows}, one_by_one, nullptr);
+    return 0;
+  });
+}
+
+// As `tformer_kernels_multiply`, of a float32 matrix.
+TFORMER_EXPORT int64_t tformer_kernels_multiply_float(int64_t handle, const float* x, uint64_t rows, float* out) {
+  return guarded([&]() -> int64_t {
+    auto matrix = find_matrix(handle);
+    if (!matrix || matrix->bits != FLOAT_BITS) return static_cast<int64_t>(Refusal::SHAPE);
+    multiply(FloatCall{matrix.get(), x, out, rows}, one_by_one, nullptr);
     return 0;
   });
 }

@@ -1,7 +1,10 @@
-// The operator ai.tformer::RowQuantizedMatMul (x) → (y): rows (…, K) of float32 times a packed matrix (K, N).
+// The operators of the domain ai.tformer: rows x (…, K) of float32 times a packed matrix (K, N).
 //
-// Attributes: `handle` of the matrix, and how rows are scaled (`RowScaling` and `Tile` say what each means):
-// magnitude, zero, reciprocal, column_first (integers), floor, step, fixed_scale (floats).
+// RowQuantizedMatMul (x) → (y) has integer weights. Attributes: `handle` of the matrix, and how rows are scaled
+// (`RowScaling` and `Tile` say what each means): magnitude, zero, reciprocal, column_first (integers), floor, step,
+// fixed_scale (floats).
+//
+// PackedMatMul (x) → (y) has float32 weights. Attribute: `handle`.
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -17,11 +20,30 @@ namespace {
 
 constexpr size_t MAX_RANK = 8;
 
-struct Kernel {
+struct QuantizedKernel {
+  static constexpr const char* NAME = "RowQuantizedMatMul";
   const ort::Api* api;
   std::shared_ptr<const Matrix> matrix;
   RowScaling scaling;
   bool column_first;
+
+  bool fits() const { return matrix->bits != FLOAT_BITS; }
+  void read_attributes(const ort::KernelInfo* info);
+  void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
+    multiply(Call{matrix.get(), scaling, column_first, x, out, rows}, parallel_for, context);
+  }
+};
+
+struct FloatKernel {
+  static constexpr const char* NAME = "PackedMatMul";
+  const ort::Api* api;
+  std::shared_ptr<const Matrix> matrix;
+
+  bool fits() const { return matrix->bits == FLOAT_BITS; }
+  void read_attributes(const ort::KernelInfo*) {}
+  void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
+    multiply(FloatCall{matrix.get(), x, out, rows}, parallel_for, context);
+  }
 };
 
 struct Failure {
@@ -63,22 +85,26 @@ float number(const ort::Api* api, const ort::KernelInfo* info, const char* name)
   return value;
 }
 
+void QuantizedKernel::read_attributes(const ort::KernelInfo* info) {
+  const int64_t zero = integer(api, info, "zero");
+  if (zero < 0 || zero > 255) fail(api, "tformer-kernels: zero must be 0 to 255");
+  scaling.zero = static_cast<int>(zero);
+  scaling.magnitude = integer(api, info, "magnitude") != 0;
+  scaling.reciprocal = integer(api, info, "reciprocal") != 0;
+  scaling.floor = number(api, info, "floor");
+  scaling.step = number(api, info, "step");
+  scaling.fixed_scale = number(api, info, "fixed_scale");
+  column_first = integer(api, info, "column_first") != 0;
+}
+
+template <class Kernel>
 ort::Status* create(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
   return guarded(api, [&] {
     auto kernel = std::make_unique<Kernel>();
     kernel->api = api;
     kernel->matrix = find_matrix(integer(api, info, "handle"));
-    if (!kernel->matrix) fail(api, "tformer-kernels: the handle is of no packed matrix");
-    const int64_t zero = integer(api, info, "zero");
-    if (zero < 0 || zero > 255) fail(api, "tformer-kernels: zero must be 0 to 255");
-    RowScaling& scaling = kernel->scaling;
-    scaling.zero = static_cast<int>(zero);
-    scaling.magnitude = integer(api, info, "magnitude") != 0;
-    scaling.reciprocal = integer(api, info, "reciprocal") != 0;
-    scaling.floor = number(api, info, "floor");
-    scaling.step = number(api, info, "step");
-    scaling.fixed_scale = number(api, info, "fixed_scale");
-    kernel->column_first = integer(api, info, "column_first") != 0;
+    if (!kernel->matrix || !kernel->fits()) fail(api, "tformer-kernels: the handle is of no packed matrix of this operator");
+    kernel->read_attributes(info);
     *out = kernel.release();
   });
 }
@@ -93,6 +119,7 @@ void parallel_for(void* context, void (*function)(void*, size_t), size_t count, 
   check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, 0, data));
 }
 
+template <class Kernel>
 ort::Status* compute(void* state, ort::KernelContext* context) {
   const Kernel& kernel = *static_cast<Kernel*>(state);
   const ort::Api* api = kernel.api;
@@ -119,15 +146,15 @@ ort::Status* compute(void* state, ort::KernelContext* context) {
     check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(x), &in));
     check(ort::GetTensorMutableData::call(api, y, &out));
     Parallel parallel{api, context};
-    multiply({&matrix, kernel.scaling, kernel.column_first, static_cast<const float*>(in), static_cast<float*>(out), rows},
-             parallel_for, &parallel);
+    kernel.run(static_cast<const float*>(in), static_cast<float*>(out), rows, parallel_for, &parallel);
   });
 }
 
+template <class Kernel>
 ort::CustomOp describe() {
   ort::CustomOp op{};
   op.version = ort::API_VERSION;
-  op.GetName = [](const ort::CustomOp*) { return "RowQuantizedMatMul"; };
+  op.GetName = [](const ort::CustomOp*) { return Kernel::NAME; };
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::FLOAT; };
   op.GetInputTypeCount = op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
@@ -135,8 +162,8 @@ ort::CustomOp describe() {
   op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
   op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
   op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
-  op.CreateKernelV2 = create;
-  op.KernelComputeV2 = compute;
+  op.CreateKernelV2 = create<Kernel>;
+  op.KernelComputeV2 = compute<Kernel>;
   op.KernelDestroy = [](void* state) { delete static_cast<Kernel*>(state); };
   op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
   op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
@@ -158,18 +185,19 @@ bool check_api(const ort::Api* api) {
 }  // namespace
 }  // namespace tformer
 
-// Adds the operator to a session's options; onnxruntime calls it when it is given this library. It does nothing if the
+// Adds the operators to a session's options; onnxruntime calls it when it is given this library. It does nothing if the
 // table of onnxruntime's functions is another one than expected, because then no error can be made either.
 TFORMER_EXPORT tformer::ort::Status* RegisterCustomOps(tformer::ort::SessionOptions* options,
                                                        const tformer::ort::ApiBase* base) {
   using namespace tformer;
   const ort::Api* api = base->GetApi(ort::API_VERSION);
   if (api == nullptr || !check_api(api)) return nullptr;
-  static const ort::CustomOp op = describe();
+  static const ort::CustomOp quantized = describe<QuantizedKernel>(), floats = describe<FloatKernel>();
   static ort::CustomOpDomain* const domain = [api]() -> ort::CustomOpDomain* {  // for all sessions of the process
     ort::CustomOpDomain* created = nullptr;
     ort::Status* status = ort::CreateCustomOpDomain::call(api, "ai.tformer", &created);
-    if (status == nullptr) status = ort::CustomOpDomain_Add::call(api, created, &op);
+    for (const ort::CustomOp* op : {&quantized, &floats})
+      if (status == nullptr) status = ort::CustomOpDomain_Add::call(api, created, op);
     if (status == nullptr) return created;
     ort::ReleaseStatus::call(api, status);
     return nullptr;

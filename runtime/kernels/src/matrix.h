@@ -1,5 +1,7 @@
 // A packed weight matrix, and the description of how activations are scaled and results are scaled back.
 //
+// Layout of float32 weights: groups of `Path::float_columns` columns; a group has its rows one after the other.
+//
 // Layout of 8-bit weights: panels of 16 columns. A panel is a sequence of groups of 4 rows; a group is 64 bytes, column by
 // column 4 bytes. This is the operand of VPDPBUSD, SDOT and, 16 groups at a time, of a tile of AMX.
 //
@@ -23,6 +25,7 @@ constexpr size_t GROUP = 4;              // rows
 constexpr size_t GROUP_BYTES = PANEL * GROUP;
 constexpr size_t MAX_INNER = 65535;      // 65535 · 255 · 128 < 2³¹
 constexpr size_t MAX_COLUMNS = 1 << 24;
+constexpr int FLOAT_BITS = 32;
 constexpr size_t MIN_BLOCK = 16, MAX_BLOCK = 128;  // rows of a block of 4 bits: the sum of 128 bytes fits 16 bits
 constexpr uint8_t ZERO_CODE = 16 << 3, ZERO_NIBBLE = 8;  // m = 1 and z / 2 = 8
 constexpr size_t ALIGNMENT = 64;
@@ -65,8 +68,8 @@ struct Matrix {
   const Path* path;
   size_t inner, columns;      // K and N
   size_t padded_inner;        // K rounded up: the stride of quantised rows
-  size_t panels;              // ⌈N / 16⌉
-  int bits;                   // 8 or 4
+  size_t panels;              // ⌈N / 16⌉; a multiple of those of a group of float32
+  int bits;                   // 8, 4, or 32 for float32
   size_t block;               // rows of a block of 4 bits
   Aligned<uint8_t> data;
   Aligned<uint8_t> codes;        // 4 bits: (panels, blocks, 16)
@@ -77,6 +80,7 @@ struct Matrix {
   size_t blocks() const { return padded_inner / block; }
   const uint8_t* codes_of(size_t p) const { return codes.get() + p * blocks() * PANEL; }
   const uint8_t* panel(size_t p) const { return data.get() + p * panel_bytes(); }
+  const float* floats(size_t p) const { return reinterpret_cast<const float*>(panel(p)); }  // p: the first of a group
 };
 
 // How a row of activations becomes uint8: scale = step · maximum, q = round(x / scale) + zero, clipped to 0 … 255.
@@ -102,6 +106,14 @@ struct Tile {
   const uint8_t* next = nullptr;  // what is read after these weights, if they are not followed by the next panels
 };
 
+// Rows first … last of float32 times panels first … last of a float32 matrix. Panels are whole groups.
+struct FloatTile {
+  const Matrix* matrix;
+  const float* rows;  // (rows, K)
+  float* out;         // (rows, N)
+  size_t row_begin, row_end, panel_begin, panel_end;
+};
+
 // The functions of one kind of processor.
 struct Path {
   const char* name;
@@ -112,6 +124,8 @@ struct Path {
   float (*quantise)(const float* x, size_t inner, size_t padded, const RowScaling& scaling, uint8_t* q);
   void (*multiply8)(const Tile& tile);
   void (*multiply4)(const Tile& tile);
+  size_t float_columns;       // of a group of float32 weights: 16 or 32
+  void (*multiply_float)(const FloatTile& tile);
 };
 
 }  // namespace tformer

@@ -1,4 +1,5 @@
 // Arm with SDOT (Armv8.2).
+#include "neon_floats.h"
 #include "neon_rows.h"
 #include "paths.h"
 
@@ -19,6 +20,7 @@ bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }
 
 }  // namespace
 
-const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4};
+const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4,
+                       PANEL, multiply_float_neon};
 
 }  // namespace tformer

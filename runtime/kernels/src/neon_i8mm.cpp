@@ -68,10 +68,13 @@ void multiply4(const Tile& tile) {
   multiply_4_bits(tile, [&](size_t p, const uint8_t* weights) { multiply_panel(tile, p, weights); });
 }
 
+void multiply_float(const FloatTile& tile) { NEON_DOT.multiply_float(tile); }
+
 bool supported() { return has_feature(26, 13, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM
 
 }  // namespace
 
-const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4};
+const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4,
+                        PANEL, multiply_float};
 
 }  // namespace tformer

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int MAX_PAIR_SUM = 128;  // 255 · 128 < 2¹⁵
 constexpr size_t PANELS_AT_ONCE = 4;
+constexpr size_t ROWS_AT_ONCE = 16;  // of float32: a cache line of a column, where columns are stored one by one
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -33,6 +34,14 @@ void for_panels(size_t panels, unsigned threads, const Work& work) {
   for (auto& helper : helpers) helper.join();
 }
 
+// A number of each column, and zeros for the columns that pad the last panels.
+void copy_columns(const Matrix& matrix, const float* source, Aligned<float>& target) {
+  const size_t padded = matrix.panels * PANEL;
+  target.allocate(padded);
+  std::memcpy(target.get(), source, matrix.columns * sizeof(float));
+  std::fill(target.get() + matrix.columns, target.get() + padded, 0.0f);
+}
+
 std::shared_ptr<Matrix> new_matrix(const Path& path, int bits, size_t block, size_t inner, size_t columns,
                                    const float* scale, const float* bias) {
   auto matrix = std::make_shared<Matrix>();
@@ -43,15 +52,9 @@ std::shared_ptr<Matrix> new_matrix(const Path& path, int bits, size_t block, siz
   matrix->columns = columns;
   matrix->padded_inner = round_up(round_up(inner, block), path.inner_multiple);
   matrix->panels = round_up(columns, PANEL) / PANEL;
-  size_t padded = matrix->panels * PANEL;
-  auto copy = [&](Aligned<float>& target, const float* source) {
-    target.allocate(padded);
-    std::memcpy(target.get(), source, columns * sizeof(float));
-    std::fill(target.get() + columns, target.get() + padded, 0.0f);
-  };
-  copy(matrix->scale, scale);
-  if (bias != nullptr) copy(matrix->bias, bias);
-  matrix->column_sum.allocate(padded);
+  copy_columns(*matrix, scale, matrix->scale);
+  if (bias != nullptr) copy_columns(*matrix, bias, matrix->bias);
+  matrix->column_sum.allocate(matrix->panels * PANEL);
   matrix->data.allocate(matrix->panels * matrix->panel_bytes());
   return matrix;
 }
@@ -97,6 +100,20 @@ bool add_group(const uint8_t* group, int32_t* sums) {
     beyond |= (first > MAX_PAIR_SUM) | (first < -MAX_PAIR_SUM) | (second > MAX_PAIR_SUM) | (second < -MAX_PAIR_SUM);
   }
   return beyond != 0;
+}
+
+// Some rows of a group of columns, row by row.
+void read_floats(const float* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t rows, size_t columns,
+                 size_t width, float* out) {
+  for (size_t row = 0; row < rows; row++) {
+    const float* from = weights + static_cast<ptrdiff_t>(row) * row_stride;
+    float* into = out + row * width;
+    if (column_stride == 1)
+      std::memcpy(into, from, columns * sizeof(float));
+    else
+      for (size_t c = 0; c < columns; c++) into[c] = from[static_cast<ptrdiff_t>(c) * column_stride];
+    std::fill(into + columns, into + width, 0.0f);
+  }
 }
 
 bool valid_sizes(size_t inner, size_t columns) {
@@ -179,6 +196,33 @@ Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* code
         }
       }
     }
+  });
+  return {matrix, Refusal::SHAPE};
+}
+
+Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t inner,
+                   size_t columns, const float* bias, unsigned threads) {
+  if (!valid_sizes(inner, columns)) return {};
+  const size_t width = path.float_columns, groups = round_up(columns, width) / width;
+  auto matrix = std::make_shared<Matrix>();
+  matrix->path = &path;
+  matrix->bits = FLOAT_BITS;
+  matrix->block = 1;
+  matrix->inner = matrix->padded_inner = inner;
+  matrix->columns = columns;
+  matrix->panels = groups * width / PANEL;
+  if (bias != nullptr) copy_columns(*matrix, bias, matrix->bias);
+  matrix->data.allocate(matrix->panels * matrix->panel_bytes());
+  for_panels(groups, threads, [&](size_t begin, size_t end) {
+    // Some rows of all groups, so that rows in the file are read in pieces that are longer than a group.
+    for (size_t row = 0; row < inner; row += ROWS_AT_ONCE)
+      for (size_t g = begin; g < end; g++) {
+        float* out = reinterpret_cast<float*>(matrix->data.get()) + (g * inner + row) * width;
+        const float* from = weights + static_cast<ptrdiff_t>(row) * row_stride +
+                            static_cast<ptrdiff_t>(g * width) * column_stride;
+        read_floats(from, row_stride, column_stride, std::min(ROWS_AT_ONCE, inner - row),
+                    std::min(width, columns - g * width), width, out);
+      }
   });
   return {matrix, Refusal::SHAPE};
 }

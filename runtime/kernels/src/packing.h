@@ -26,4 +26,8 @@ Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_strid
 Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
                    size_t columns, const float* scale, const float* bias, unsigned threads);
 
+// float32 weights (K, N): weight (k, n) is the number at k · row_stride + n · column_stride.
+Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t inner,
+                   size_t columns, const float* bias, unsigned threads);
+
 }  // namespace tformer

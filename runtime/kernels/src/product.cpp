@@ -4,17 +4,13 @@
 #include <atomic>
 #include <new>
 
+#include "division.h"
+
 namespace tformer {
 namespace {
 
-constexpr size_t BLOCK_ROWS = 48;         // rows that a task multiplies with a panel while it is in the cache
-constexpr size_t UNIT_PANELS = 4;         // panels that a path may want at once
-constexpr size_t ROWS_OF_OWN_BLOCKS = 8 * BLOCK_ROWS;  // so many rows are divided by rows alone
 constexpr size_t QUANTISE_ROWS = 16;      // rows that a task quantises
 constexpr size_t QUANTISE_ALONE = 1 << 14;  // numbers that are quantised in less time than other threads take to begin
-constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
-constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
-constexpr size_t MAX_TASKS = 64;
 
 constexpr size_t whole_lines(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
@@ -54,8 +50,8 @@ Scratch& scratch() {
 
 struct Job {
   const Call* call;
-  Rows rows;  // of all rows, if threads share them
-  size_t row_blocks, panel_chunks;
+  Division division;
+  Rows rows = {};  // of all rows, if threads share them
   std::atomic<bool> lacks_memory{false};
 };
 
@@ -99,14 +95,10 @@ void quantise_task(void* data, size_t i) {
 void shared_task(void* data, size_t i) {
   Job& job = *static_cast<Job*>(data);
   const Call& call = *job.call;
-  const size_t chunk = i / job.row_blocks, block = i % job.row_blocks;
-  const size_t units = (call.matrix->panels + UNIT_PANELS - 1) / UNIT_PANELS;
-  const size_t panel_begin = units * chunk / job.panel_chunks * UNIT_PANELS;
-  const size_t panel_end = std::min(call.matrix->panels, units * (chunk + 1) / job.panel_chunks * UNIT_PANELS);
+  const auto [row_begin, row_end, panel_begin, panel_end] = job.division.ranges(i);
   try {
-    multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out,
-                   call.rows * block / job.row_blocks, call.rows * (block + 1) / job.row_blocks, panel_begin, panel_end,
-                   call.scaling.zero, call.column_first});
+    multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out, row_begin, row_end,
+                   panel_begin, panel_end, call.scaling.zero, call.column_first});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }
@@ -116,17 +108,37 @@ void shared_task(void* data, size_t i) {
 void own_rows_task(void* data, size_t i) {
   Job& job = *static_cast<Job*>(data);
   const Call& call = *job.call;
-  const size_t begin = call.rows * i / job.row_blocks, end = call.rows * (i + 1) / job.row_blocks;
+  const auto [begin, end, panel_begin, panel_end] = job.division.ranges(i);
   try {
     Scratch& own = scratch();
     own.reserve(end - begin, *call.matrix);
     quantise(call, begin, end, begin, own.rows);
     multiply_tile({call.matrix, own.rows.numbers, own.rows.block_sums, own.rows.scales,
-                   call.out + begin * call.matrix->columns, 0, end - begin, 0, call.matrix->panels, call.scaling.zero,
+                   call.out + begin * call.matrix->columns, 0, end - begin, panel_begin, panel_end, call.scaling.zero,
                    call.column_first});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }
+}
+
+struct FloatJob {
+  const FloatCall* call;
+  Division division;
+};
+
+void float_task(void* data, size_t i) {
+  const FloatJob& job = *static_cast<FloatJob*>(data);
+  const FloatCall& call = *job.call;
+  const auto [row_begin, row_end, panel_begin, panel_end] = job.division.ranges(i);
+  call.matrix->path->multiply_float({call.matrix, call.x, call.out, row_begin, row_end, panel_begin, panel_end});
+}
+
+// One task runs at once, without a way through the pool.
+void run_tasks(ParallelFor parallel_for, void* context, void (*task)(void*, size_t), size_t count, void* data) {
+  if (count == 1)
+    task(data, 0);
+  else
+    parallel_for(context, task, count, data);
 }
 
 }  // namespace
@@ -134,30 +146,28 @@ void own_rows_task(void* data, size_t i) {
 void multiply(const Call& call, ParallelFor parallel_for, void* context) {
   const Matrix& matrix = *call.matrix;
   if (call.rows == 0) return;
-  Job job;
-  job.call = &call;
-  job.row_blocks = (call.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  if (call.rows >= ROWS_OF_OWN_BLOCKS) {
-    parallel_for(context, own_rows_task, job.row_blocks, &job);
+  Job job{&call, Division(call.rows, matrix)};
+  if (job.division.by_rows_alone()) {
+    run_tasks(parallel_for, context, own_rows_task, job.division.tasks(), &job);
   } else {
     Scratch& shared = scratch();
     shared.reserve(call.rows, matrix);
     job.rows = shared.rows;
     if (call.rows > QUANTISE_ROWS && call.rows * matrix.inner > QUANTISE_ALONE)
-      parallel_for(context, quantise_task, (call.rows + QUANTISE_ROWS - 1) / QUANTISE_ROWS, &job);
+      run_tasks(parallel_for, context, quantise_task, (call.rows + QUANTISE_ROWS - 1) / QUANTISE_ROWS, &job);
     else
       quantise(call, 0, call.rows, 0, job.rows);
-    const size_t weights = matrix.panels * matrix.panel_bytes();
-    const size_t tasks = std::min(
-        MAX_TASKS, std::max(call.rows * matrix.padded_inner * matrix.panels * PANEL / TASK_PRODUCTS, weights / TASK_BYTES));
-    const size_t units = (matrix.panels + UNIT_PANELS - 1) / UNIT_PANELS;
-    job.panel_chunks = std::clamp<size_t>((tasks + job.row_blocks - 1) / job.row_blocks, 1, units);
-    if (job.panel_chunks * job.row_blocks == 1)
-      shared_task(&job, 0);
-    else
-      parallel_for(context, shared_task, job.panel_chunks * job.row_blocks, &job);
+    job.division.divide_panels(matrix);
+    run_tasks(parallel_for, context, shared_task, job.division.tasks(), &job);
   }
   if (job.lacks_memory) throw std::bad_alloc();
+}
+
+void multiply(const FloatCall& call, ParallelFor parallel_for, void* context) {
+  if (call.rows == 0) return;
+  FloatJob job{&call, Division(call.rows, *call.matrix)};
+  if (!job.division.by_rows_alone()) job.division.divide_panels(*call.matrix);
+  run_tasks(parallel_for, context, float_task, job.division.tasks(), &job);
 }
 
 }  // namespace tformer

@@ -1,4 +1,4 @@
-// A product of float rows and a packed matrix: quantise the rows, multiply integers, scale back.
+// A product of float rows and a packed matrix: quantise the rows, multiply integers, scale back; or multiply floats.
 #pragma once
 
 #include <cstddef>
@@ -21,5 +21,14 @@ struct Call {
 
 // Throws std::bad_alloc. The result of a row depends on the row alone, not on the division of the work.
 void multiply(const Call& call, ParallelFor parallel_for, void* context);
+
+struct FloatCall {
+  const Matrix* matrix;  // of float32
+  const float* x;        // (rows, K)
+  float* out;            // (rows, N)
+  size_t rows;
+};
+
+void multiply(const FloatCall& call, ParallelFor parallel_for, void* context);
 
 }  // namespace tformer

@@ -74,6 +74,15 @@ namespace {
   }
 }
 
+// Adds the bias to the sums of a row and a panel of floats and stores them.
+[[maybe_unused]] inline void store_float_sums(const FloatTile& tile, size_t row, size_t p, const float* sums) {
+  const Matrix& matrix = *tile.matrix;
+  const size_t first = p * PANEL;
+  float* out = tile.out + row * matrix.columns + first;
+  for (size_t c = 0; c < PANEL && first + c < matrix.columns; c++)
+    out[c] = matrix.bias.get() ? sums[c] + matrix.bias.get()[first + c] : sums[c];
+}
+
 // The int8 weights of a panel of 4 bits, in the layout of 8 bits.
 [[maybe_unused]] inline void expand_panel(const Matrix& matrix, size_t p, int8_t* out) {
   const uint8_t* data = matrix.panel(p);

@@ -34,10 +34,22 @@ void multiply4(const Tile& tile) {
   }
 }
 
+void multiply_float(const FloatTile& tile) {
+  const Matrix& matrix = *tile.matrix;
+  for (size_t p = tile.panel_begin; p < tile.panel_end; p++)
+    for (size_t r = tile.row_begin; r < tile.row_end; r++) {
+      const float *weights = matrix.floats(p), *x = tile.rows + r * matrix.inner;
+      float sums[PANEL] = {};
+      for (size_t k = 0; k < matrix.inner; k++)
+        for (size_t c = 0; c < PANEL; c++) sums[c] = std::fma(x[k], weights[k * PANEL + c], sums[c]);
+      store_float_sums(tile, r, p, sums);
+    }
+}
+
 bool supported() { return true; }
 
 }  // namespace
 
-const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4};
+const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float};
 
 }  // namespace tformer

@@ -20,6 +20,9 @@ int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t 
 int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* codes, uint64_t block,
                               uint64_t inner, uint64_t columns, const float* scale, const float* bias,
                               uint32_t threads);
+int64_t tformer_kernels_pack_float(const char* path, const float* weights, int64_t row_stride, int64_t column_stride,
+                                   uint64_t inner, uint64_t columns, const float* bias, uint32_t threads);
+int64_t tformer_kernels_multiply_float(int64_t handle, const float* x, uint64_t rows, float* out);
 int32_t tformer_kernels_release(int64_t handle);
 int32_t tformer_kernels_matrices();
 int64_t tformer_kernels_multiply(int64_t handle, const float* x, uint64_t rows, float* out, int32_t magnitude,
@@ -114,6 +117,37 @@ void compare(const Case& test, const std::vector<std::string>& paths) {
   }
 }
 
+int64_t pack_floats(const Case& test, const char* path, const std::vector<float>& weights) {
+  const int64_t inner = static_cast<int64_t>(test.inner), columns = static_cast<int64_t>(test.columns);
+  return tformer_kernels_pack_float(path, weights.data(), test.by_columns ? 1 : columns, test.by_columns ? inner : 1,
+                                    test.inner, test.columns, test.has_bias ? test.bias.data() : nullptr, 2);
+}
+
+bool is_same(const float* actual, const float* expected, size_t count) {
+  return std::memcmp(actual, expected, count * sizeof(float)) == 0;
+}
+
+// Products of float32: all paths agree, and a row that is alone agrees with itself among others.
+void compare_floats(const Case& test, const std::vector<std::string>& paths) {
+  const std::vector<float> weights = numbers(test.inner * test.columns, uniform);
+  const size_t size = test.rows * test.columns, row = below(test.rows);
+  std::vector<float> expected(size);
+  for (const auto& path : paths) {
+    std::vector<float> actual(size, NAN), alone(test.columns, NAN);
+    const int64_t handle = pack_floats(test, path.c_str(), weights);
+    if (handle <= 0 || tformer_kernels_multiply_float(handle, test.x.data(), test.rows, actual.data()) != 0 ||
+        tformer_kernels_multiply_float(handle, test.x.data() + row * test.inner, 1, alone.data()) != 0 ||
+        !tformer_kernels_release(handle))
+      std::abort();
+    if (path == paths.front()) expected = actual;
+    if (is_same(actual.data(), expected.data(), size) &&
+        is_same(alone.data(), expected.data() + row * test.columns, test.columns))
+      continue;
+    std::printf("%s differs: float32, inner %zu, columns %zu, rows %zu\n", path.c_str(), test.inner, test.columns, test.rows);
+    std::exit(1);
+  }
+}
+
 // Sizes and handles that must be refused before anything is read.
 void give_nonsense(const std::vector<std::string>& paths) {
   const uint64_t sizes[] = {0, 65536, uint64_t{1} << 25, uint64_t{1} << 63, ~uint64_t{0}};
@@ -125,14 +159,24 @@ void give_nonsense(const std::vector<std::string>& paths) {
         std::abort();
       if (size != 65536 && tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, 1, size, scale, nullptr, 1) > 0)
         std::abort();
+      if (tformer_kernels_pack_float(path.c_str(), scale, 1, 1, size, 1, nullptr, 1) > 0) std::abort();
+      if (size != 65536 && tformer_kernels_pack_float(path.c_str(), scale, 1, 1, 1, size, nullptr, 1) > 0) std::abort();
       if (tformer_kernels_pack4(path.c_str(), nothing, nothing, size, 1, 1, scale, nullptr, 1) > 0) std::abort();
     }
   float x[1] = {}, out[1] = {};
   for (int i = 0; i < 1000; i++) {
     const int64_t handle = static_cast<int64_t>(static_cast<uint64_t>(random_bits()) << below(33));
-    if (tformer_kernels_multiply(handle, x, 1, out, 1, 0, 1, 128, 0, 0, 0) == 0 || tformer_kernels_release(handle))
+    if (tformer_kernels_multiply(handle, x, 1, out, 1, 0, 1, 128, 0, 0, 0) == 0 ||
+        tformer_kernels_multiply_float(handle, x, 1, out) == 0 || tformer_kernels_release(handle))
       std::abort();
   }
+  const std::vector<uint8_t> bytes(64);
+  const int64_t integers = tformer_kernels_pack8("scalar", bytes.data(), 8, 1, 0, 8, 8, numbers(8, positive).data(), nullptr, 1);
+  const int64_t floats = tformer_kernels_pack_float("scalar", numbers(64, uniform).data(), 8, 1, 8, 8, nullptr, 1);
+  if (integers <= 0 || floats <= 0 || tformer_kernels_multiply_float(integers, x, 0, out) == 0 ||
+      tformer_kernels_multiply(floats, x, 0, out, 1, 0, 1, 128, 0, 0, 0) == 0 || !tformer_kernels_release(integers) ||
+      !tformer_kernels_release(floats))
+    std::abort();
 }
 
 }  // namespace
@@ -144,7 +188,11 @@ int main(int count, char** arguments) {
   for (uint32_t i = 0; const char* path = tformer_kernels_path(i); i++)
     if (tformer_kernels_supports(path)) paths.emplace_back(path);
   give_nonsense(paths);
-  for (int i = 0; i < rounds; i++) compare(draw(), paths);
+  for (int i = 0; i < rounds; i++) {
+    const Case test = draw();
+    compare(test, paths);
+    compare_floats(test, paths);
+  }
   if (tformer_kernels_matrices() != 0) std::abort();
   std::printf("%d products are the same on", rounds);
   for (const auto& path : paths) std::printf(" %s", path.c_str());

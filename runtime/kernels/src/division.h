@@ -1,0 +1,53 @@
+// Division of a product among threads: blocks of rows, and chunks of panels.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "matrix.h"
+
+namespace tformer {
+
+constexpr size_t BLOCK_ROWS = 48;  // rows that a task multiplies with a panel while it is in the cache
+
+struct Division {
+  size_t rows, panels, row_blocks, panel_chunks = 1;
+
+  Division(size_t rows, const Matrix& matrix)
+      : rows(rows), panels(matrix.panels), row_blocks((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) {}
+
+  // Whether there are so many rows that they are divided by rows alone.
+  bool by_rows_alone() const { return rows >= ROWS_OF_OWN_BLOCKS; }
+
+  // Chooses the number of chunks, so that a task is worth its start.
+  void divide_panels(const Matrix& matrix) {
+    const size_t weights = panels * matrix.panel_bytes();
+    const size_t products = rows * matrix.padded_inner * panels * PANEL;
+    const size_t wanted = std::min(MAX_TASKS, std::max(products / TASK_PRODUCTS, weights / TASK_BYTES));
+    panel_chunks = std::clamp<size_t>((wanted + row_blocks - 1) / row_blocks, 1, units());
+  }
+
+  size_t tasks() const { return row_blocks * panel_chunks; }
+
+  struct Ranges {
+    size_t row_begin, row_end, panel_begin, panel_end;
+  };
+
+  // What task i multiplies. Tasks that follow each other have the same panels.
+  Ranges ranges(size_t i) const {
+    const size_t chunk = i / row_blocks, block = i % row_blocks;
+    return {rows * block / row_blocks, rows * (block + 1) / row_blocks, units() * chunk / panel_chunks * UNIT_PANELS,
+            std::min(panels, units() * (chunk + 1) / panel_chunks * UNIT_PANELS)};
+  }
+
+ private:
+  static constexpr size_t UNIT_PANELS = 4;  // panels that a path may want at once
+  static constexpr size_t ROWS_OF_OWN_BLOCKS = 8 * BLOCK_ROWS;
+  static constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
+  static constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
+  static constexpr size_t MAX_TASKS = 64;
+
+  size_t units() const { return (panels + UNIT_PANELS - 1) / UNIT_PANELS; }
+};
+
+}  // namespace tformer
