@@ -45,7 +45,8 @@ struct FloatKernel {
     __m512 sums[ROWS][2];
     unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
     auto add = [&](size_t k) __attribute__((always_inline)) {
-      const __m512 w = _mm512_load_ps(weights + k * FLOAT_COLUMNS), v = _mm512_load_ps(weights + k * FLOAT_COLUMNS + PANEL);
+      const float* row_weights = weights + k * FLOAT_COLUMNS;
+      const __m512 w = _mm512_load_ps(row_weights), v = _mm512_load_ps(row_weights + PANEL);
       unroll<ROWS>(UNROLLED(r) {
         const __m512 a = _mm512_set1_ps(x[r * inner + k]);
         sums[r][0] = _mm512_fmadd_ps(a, w, sums[r][0]);

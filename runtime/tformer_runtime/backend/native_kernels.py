@@ -1,8 +1,9 @@
-"""Optional native kernels for quantised products: the library of the wheel `tformer-kernels`.
+"""Optional native kernels for products: the library of the wheel `tformer-kernels`.
 
-The library registers one operator with onnxruntime, which takes the place of the operators of a quantised product when
-a file is loaded (`format.product_rewrite`). Results have the same bits. Without the library, or on a processor that it
-has no path for, files run as they are. Figures: docs/design/kernels.md#native-kernels.
+The library registers operators with onnxruntime, which take the place of the operators of a product when a file is
+loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32 products are added
+in another order. Without the library, or on a processor that it has no path for, files run as they are. Figures:
+docs/design/kernels.md#native-kernels.
 
 The environment variable TFORMER_KERNELS chooses: `0` for no kernels, or the name of a path, which then computes all
 products, if the processor has it.
@@ -24,6 +25,7 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.format.float_product import FloatProduct
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
 from tformer_runtime.format.product_rewrite import PACKED_PRODUCT, replace_products
@@ -37,19 +39,20 @@ logger = logging.getLogger("tformer")
 VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
 UNQUANTIZED = "none"  # as in the manifest
-VERSION = 2  # of the library's functions and operator
+VERSION = 3  # of the library's functions and operator
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
-# operators, on processors whose best path it is
+# operators, on processors whose best path it is. 32 stands for float32.
 BITS_OF_PATH: dict[str, tuple[int, ...]] = {
     "amx": (),
-    "avx512vnni": (8, 4),
+    "avx512vnni": (8, 4, 32),
     "avxvnni": (4,),
     "avx2": (),
     "neoni8mm": (),
     "neondot": (),
     "scalar": (),
 }
-ALL_BITS = (8, 4)
+FLOAT_BITS = 32
+ALL_BITS = (8, 4, FLOAT_BITS)
 LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
 
@@ -73,7 +76,9 @@ class NativeKernels:
             ctypes.c_char_p, pointer, integer, integer, ctypes.c_uint8, size, size, pointer, pointer, count,
         ]  # fmt: skip
         self._pack4.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer, pointer, count]
-        self._pack8.restype = self._pack4.restype = integer
+        self._pack_float = library.tformer_kernels_pack_float
+        self._pack_float.argtypes = [ctypes.c_char_p, pointer, integer, integer, size, size, pointer, count]
+        self._pack8.restype = self._pack4.restype = self._pack_float.restype = integer
         self._release.argtypes, self._release.restype = [integer], ctypes.c_int32
 
     @property
@@ -101,6 +106,21 @@ class NativeKernels:
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
             handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.block else 0, *rest)
         files.drop_pages(weights.tensor)
+        return int(handle) if handle > 0 else None
+
+    def pack_float(self, product: FloatProduct, files: WeightFiles, threads: int) -> int | None:
+        """Do as `pack` does, for a float32 product."""
+        stored = tensor_array(product.tensor, files.read)
+        if stored is None or stored.size == 0:
+            return None
+        length = stored.shape[1]  # of what is stored row by row
+        inner, columns = stored.shape[::-1] if product.is_transposed else stored.shape
+        strides = (1, length) if product.is_transposed else (length, 1)
+        bias = None if product.bias is None else product.bias.ctypes.data
+        handle = self._pack_float(
+            self.path.encode(), stored.ctypes.data, *strides, inner, columns, bias, threads
+        )  # fmt: skip
+        files.drop_pages(product.tensor)
         return int(handle) if handle > 0 else None
 
     def release(self, handle: int) -> None:
@@ -136,7 +156,8 @@ class LoadingProducts:
 
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
-        model, self.count = replace_products(model, folder, self._pack)
+        pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
+        model, self.count = replace_products(model, folder, self._pack, pack_float)
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
@@ -152,6 +173,15 @@ class LoadingProducts:
         return self._handles[key]
 
 
+    def _pack_float(self, product: FloatProduct, files: WeightFiles) -> int | None:
+        """Do as `_pack` does, for a float32 product."""
+        bias = None if product.bias is None else product.bias.tobytes()
+        key = product.tensor, product.is_transposed, bias
+        if key not in self._handles:
+            self._handles[key] = self.kernels.pack_float(product, files, self._threads)
+        return self._handles[key]
+
+
 def _contiguous(tensor: Tensor | None, files: WeightFiles) -> Array | None:
     array = tensor_array(tensor, files.read) if tensor is not None else None
     return None if array is None else np.ascontiguousarray(array)
@@ -164,12 +194,15 @@ def find_native_kernels(onnxruntime: Any) -> NativeKernels | None:
 
 def kernels_for(manifest: Manifest) -> NativeKernels | None:
     """Return the kernels that a file would run with on the CPU of this machine, without opening it."""
-    if manifest.quantization == UNQUANTIZED or manifest.target == "cuda":
+    if manifest.target == "cuda":
         return None
     try:
-        return find_native_kernels(import_onnxruntime())
+        kernels = find_native_kernels(import_onnxruntime())
     except MissingExtraError:
         return None
+    if manifest.quantization == UNQUANTIZED and kernels is not None:
+        return kernels if manifest.precision == "fp32" and FLOAT_BITS in kernels.bits else None
+    return kernels
 
 
 @cache

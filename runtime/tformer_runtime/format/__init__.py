@@ -16,6 +16,7 @@ onnx_graph       a model as nodes that can be replaced
 weight_files     the bytes of weights, mapped into memory
 stored_weights   recognise the stored form of integer weights
 quantized_product  recognise the operators of a quantised product
-product_rewrite  replace quantised products by operators of native kernels
+float_product    recognise a float32 product
+product_rewrite  replace products by operators of native kernels
 info             facts about a file, for people
 """

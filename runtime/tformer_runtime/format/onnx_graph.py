@@ -31,6 +31,7 @@ from tformer_runtime.format.onnx_fields import (
     DATA_TYPE_INT64,
     DATA_TYPE_UINT8,
     GRAPH_INITIALIZER,
+    GRAPH_INPUT,
     GRAPH_NODE,
     GRAPH_OUTPUT,
     MODEL_GRAPH,
@@ -159,6 +160,10 @@ class Graph:
                 return graph.initializers[name]
             graph = graph.parent
         return None
+
+    def input_names(self) -> set[str]:
+        fields = (value for encoded in self.rest for value in iter_fields(encoded))
+        return {_text(value.content, VALUE_INFO_NAME) for value in fields if value.number == GRAPH_INPUT}
 
     def index(self) -> None:
         """Note which node computes each value, after nodes have changed."""

@@ -1,4 +1,4 @@
-"""Replace the operators of quantised products by one operator of native kernels, in a model that is being loaded.
+"""Replace the operators of a product by one operator of native kernels, in a model that is being loaded.
 
 The file keeps its standard operators: only the model that onnxruntime gets at load is rewritten. Weights are packed by
 the kernels (`Packer`) and removed from the model, if nothing else reads them.
@@ -11,9 +11,11 @@ number of rows, and the `If` is replaced by it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
@@ -22,7 +24,7 @@ from tformer_runtime.format.stored_weights import is_operator
 from tformer_runtime.format.weight_files import WeightFiles
 
 DOMAIN = "ai.tformer"
-OPERATOR = "RowQuantizedMatMul"
+OPERATOR, FLOAT_OPERATOR = "RowQuantizedMatMul", "PackedMatMul"
 PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
 PACKED_PRODUCT = "MatMulNBits"  # of the form for few rows
 # Operators with graphs of their own that `onnx_graph` does not parse: what they read is unknown.
@@ -34,28 +36,33 @@ KNOWN_DOMAINS = ("", "ai.onnx", "com.microsoft")  # branches of other operators 
 
 # Packs the weights of a product and returns a handle of the kernels; None to leave the product as it is.
 Packer = Callable[[QuantizedProduct, WeightFiles], int | None]
+FloatPacker = Callable[[FloatProduct, WeightFiles], int | None]
 
 
-def replace_products(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
-    """Return a model whose quantised products are operators of native kernels, and the number of these products.
+def replace_products(
+    model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None = None
+) -> tuple[bytes, int]:
+    """Return a model whose products are operators of native kernels, and the number of these products.
 
     model: as `model_file.read_mapped_model` returns it; it is returned unchanged if no product is replaced.
     folder: of the files with the weights.
+    pack_float: None to leave float32 products to onnxruntime.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
         raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
-    if not any(name.encode() in model for name in PRODUCTS) or any(name in model for name in UNPARSED_BRANCHES):
-        return model, 0  # a float model is not parsed
+    names = (*PRODUCTS, *(FLOAT_PRODUCTS if pack_float is not None else ()))
+    if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
+        return model, 0  # without parsing it
     try:
-        return _rewritten(model, folder, pack)
+        return _rewritten(model, folder, pack, pack_float)
     except ModelFileError:
         raise
     except DAMAGE:
         return model, 0  # onnxruntime says what is wrong
 
 
-def _rewritten(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
+def _rewritten(model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None) -> tuple[bytes, int]:
     """Do as `replace_products` does, for a model that has products."""
     parsed = parse_model(model)
     domains = {node.domain for graph in parsed.graph.all_graphs() for node in graph.nodes}
@@ -64,7 +71,8 @@ def _rewritten(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
     if not domains <= set(KNOWN_DOMAINS):
         return model, 0
     with WeightFiles(folder) as files:
-        count = sum(_replace_in(graph, files, pack) for graph in list(parsed.graph.all_graphs()))
+        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names())
+        count = sum(replacement.replace_in(graph) for graph in list(parsed.graph.all_graphs()))
     if not count:
         return model, 0
     remove_unread(parsed.graph)
@@ -76,20 +84,43 @@ def _rewritten(model: bytes, folder: Path, pack: Packer) -> tuple[bytes, int]:
     return parsed.encode(), count
 
 
-def _replace_in(graph: Graph, files: WeightFiles, pack: Packer) -> int:
-    """Replace the products of one graph, without its branches, and return their number."""
-    if not any(node.op_type in PRODUCTS for node in graph.nodes):
-        return 0
-    readers = Readers(graph)
-    new_nodes: dict[int, Node] = {}  # of the last node of a product
-    for node in graph.nodes:
-        product = find_product(graph, node, readers, files) if node.op_type in PRODUCTS else None
-        handle = pack(product, files) if product is not None else None
-        if product is not None and handle is not None:
-            new_nodes[id(product.last)] = _operator(product, handle)
-    graph.nodes = [new_nodes.get(id(node), node) for node in graph.nodes]
-    graph.index()
-    return len(new_nodes)
+@dataclass(frozen=True)
+class _Replacement:
+    """inputs: names of the inputs of the model."""
+
+    files: WeightFiles
+    pack: Packer
+    pack_float: FloatPacker | None
+    inputs: set[str]
+
+    def replace_in(self, graph: Graph) -> int:
+        """Replace the products of one graph, without its branches, and return their number."""
+        if not any(node.op_type in (*PRODUCTS, *FLOAT_PRODUCTS) for node in graph.nodes):
+            return 0
+        readers = Readers(graph)
+        new_nodes: dict[int, Node] = {}  # of the last node of a product
+        for node in graph.nodes:
+            found = self._new_node(graph, node, readers)
+            if found is not None:
+                last, new = found
+                new_nodes[id(last)] = new
+        graph.nodes = [new_nodes.get(id(node), node) for node in graph.nodes]
+        graph.index()
+        return len(new_nodes)
+
+    def _new_node(self, graph: Graph, node: Node, readers: Readers) -> tuple[Node, Node] | None:
+        """Return the last node of the product of a node, and what replaces it; None for other nodes."""
+        if node.op_type in PRODUCTS:
+            product = find_product(graph, node, readers, self.files)
+            handle = self.pack(product, self.files) if product is not None else None
+            return (product.last, _operator(product, handle)) if product is not None and handle is not None else None
+        if node.op_type in FLOAT_PRODUCTS and self.pack_float is not None:
+            floats = find_float_product(graph, node, readers, self.inputs, self.files)
+            handle = self.pack_float(floats, self.files) if floats is not None else None
+            if floats is not None and handle is not None:
+                new = new_node(FLOAT_OPERATOR, DOMAIN, [floats.source], [floats.result], {"handle": handle})
+                return floats.last, new
+        return None
 
 
 def _operator(product: QuantizedProduct, handle: int) -> Node:
