@@ -792,7 +792,7 @@ def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:
 def machine_facts(manifest: Manifest) -> dict[str, Any]:
     """Return facts about how this machine would run a file on its CPU, as JSON values.
 
-    kernels: the native kernels for its quantised products; None if onnxruntime's operators compute them.
+    kernels: the native kernels for its products; None if onnxruntime's operators compute them.
     """
     kernels = kernels_for(manifest)
     return {"kernels": kernels.description if kernels is not None else None}

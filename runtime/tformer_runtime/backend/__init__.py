@@ -1,7 +1,7 @@
 """The only layer that calls onnxruntime.
 
 session         an opened model file; translates errors of onnxruntime
-native_kernels  optional kernels for quantised products, and loading a model with them
+native_kernels  optional kernels for products, and loading a model with them
 run_deadline    end a run after some seconds
 run_slots       limit the runs at the same time
 sampling_graph  nodes that choose the next token on a GPU

@@ -117,9 +117,7 @@ class NativeKernels:
         inner, columns = stored.shape[::-1] if product.is_transposed else stored.shape
         strides = (1, length) if product.is_transposed else (length, 1)
         bias = None if product.bias is None else product.bias.ctypes.data
-        handle = self._pack_float(
-            self.path.encode(), stored.ctypes.data, *strides, inner, columns, bias, threads
-        )  # fmt: skip
+        handle = self._pack_float(self.path.encode(), stored.ctypes.data, *strides, inner, columns, bias, threads)
         files.drop_pages(product.tensor)
         return int(handle) if handle > 0 else None
 
@@ -171,7 +169,6 @@ class LoadingProducts:
         if key not in self._handles:
             self._handles[key] = self.kernels.pack(product, files, self._threads)
         return self._handles[key]
-
 
     def _pack_float(self, product: FloatProduct, files: WeightFiles) -> int | None:
         """Do as `_pack` does, for a float32 product."""

@@ -68,7 +68,7 @@ def find_float_product(
 
 
 def _transposes(node: Node) -> bool | None:
-    """Return whether a product transposes its matrix; None for other nodes, and for products that are more than that."""
+    """Return whether a product transposes its matrix; None for other nodes, and for other products."""
     domain = CONTRIB if node.op_type == "FusedMatMul" else ""
     counts = (2, 3) if node.op_type == "Gemm" else (2,)
     if node.op_type not in _PLAIN or node.domain != domain or len(node.outputs) != 1 or len(node.inputs) not in counts:
