@@ -41,9 +41,15 @@ struct FloatKernel {
     const Matrix& matrix = *tile.matrix;
     const size_t inner = matrix.inner;
     const float* x = tile.rows + row * inner;
+    const size_t first = p * PANEL;
+    float* out = tile.out + row * matrix.columns + first;
     FloatPrefetch prefetch = prefetch_of(tile, row, ROWS, weights);
     __m512 sums[ROWS][2];
-    unroll<ROWS>(UNROLLED(r) { sums[r][0] = sums[r][1] = _mm512_setzero_ps(); });
+    unroll<ROWS>(UNROLLED(r) {
+      sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+      _mm_prefetch(out + r * matrix.columns, _MM_HINT_T0);  // so that stores of sums need not wait for memory
+      _mm_prefetch(out + r * matrix.columns + PANEL, _MM_HINT_T0);
+    });
     auto add = [&](size_t k) __attribute__((always_inline)) {
       const float* row_weights = weights + k * FLOAT_COLUMNS;
       const __m512 w = _mm512_load_ps(row_weights), v = _mm512_load_ps(row_weights + PANEL);
@@ -59,10 +65,8 @@ struct FloatKernel {
       unroll<FLOAT_STEP>(UNROLLED(k) { add(k); });
     }
     for (; left > 0; left--, x++, weights += FLOAT_COLUMNS) add(0);
-    const size_t first = p * PANEL;
     const uint32_t columns = matrix.columns - first >= FLOAT_COLUMNS ? ~0u : (1u << (matrix.columns - first)) - 1;
     const __mmask16 masks[2] = {static_cast<__mmask16>(columns), static_cast<__mmask16>(columns >> PANEL)};
-    float* out = tile.out + row * matrix.columns + first;
     if (matrix.bias.get() != nullptr) {
       const __m512 b = _mm512_load_ps(matrix.bias.get() + first), d = _mm512_load_ps(matrix.bias.get() + first + PANEL);
       unroll<ROWS>(UNROLLED(r) {
