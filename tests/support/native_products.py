@@ -14,6 +14,9 @@ from onnx import helper
 from support.small_graphs import model_of
 from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, load_kernels
+from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.onnx_graph import parse_model
+from tformer_runtime.format.product_rewrite import replace_products
 
 KERNELS = load_kernels(onnxruntime, "scalar")  # the path that every processor has
 PATHS = KERNELS.paths if KERNELS is not None else ()
@@ -66,6 +69,12 @@ def kernels_of(path: str) -> NativeKernels:
     kernels = load_kernels(onnxruntime, path)
     assert kernels is not None
     return kernels
+
+
+def native_operators(file: Path) -> set[str]:
+    """Return the operators of a file after each product that native kernels can compute is replaced."""
+    model = replace_products(*read_mapped_model(file), lambda product, files: 1, lambda product, files: 1)[0]
+    return {node.op_type for graph in parse_model(model).graph.all_graphs() for node in graph.nodes}
 
 
 def open_session(model: bytes, threads: int = 1) -> onnxruntime.InferenceSession:

@@ -38,21 +38,21 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF = "0"
-UNQUANTIZED = "none"  # as in the manifest
 VERSION = 3  # of the library's functions and operator
+FLOAT_BITS = 32
+ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
-# operators, on processors whose best path it is. 32 stands for float32.
+# operators, on processors whose best path it is
 BITS_OF_PATH: dict[str, tuple[int, ...]] = {
     "amx": (),
-    "avx512vnni": (8, 4, 32),
+    "avx512vnni": (8, 4, FLOAT_BITS),
     "avxvnni": (4,),
     "avx2": (),
     "neoni8mm": (),
     "neondot": (),
     "scalar": (),
 }
-FLOAT_BITS = 32
-ALL_BITS = (8, 4, FLOAT_BITS)
+BITS_OF_QUANTIZATION = {"none": FLOAT_BITS, "int8": 8, "int4": 4}  # of most matrices; a mixture has several
 LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
 
@@ -197,9 +197,10 @@ def kernels_for(manifest: Manifest) -> NativeKernels | None:
         kernels = find_native_kernels(import_onnxruntime())
     except MissingExtraError:
         return None
-    if manifest.quantization == UNQUANTIZED and kernels is not None:
-        return kernels if manifest.precision == "fp32" and FLOAT_BITS in kernels.bits else None
-    return kernels
+    if kernels is None or (manifest.quantization == "none" and manifest.precision != "fp32"):
+        return None
+    bits = BITS_OF_QUANTIZATION.get(manifest.quantization)
+    return kernels if bits is None or bits in kernels.bits else None
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.native_products import PATHS, native_operators, requires_kernels
 from torch.nn import functional as F
 
 from tformer_export.calibration.samples import Sample, Samples
@@ -20,8 +21,10 @@ from tformer_export.quantize.token_quality import ReferenceDistribution, predict
 from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError
+from tformer_runtime.backend.native_kernels import OFF, VARIABLE
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
+from tformer_runtime.format.product_rewrite import FLOAT_OPERATOR, OPERATOR
 
 SOURCE_VOCABULARY, TARGET_VOCABULARY, WIDTH = 40, 37, 32
 SENSITIVE_LAYER = "decoder.0.feedforward.contract"  # has a weight that 4 bits cannot represent with its neighbours
@@ -187,6 +190,29 @@ def test_simulation_matches_quantized_file(case, tmp_path, monkeypatch):
         assert max(simulation_errors) < 0.5 * max(file_errors)
     for at, logits in simulated({}).items():
         np.testing.assert_allclose(logits, float_logits[at], atol=1e-4)
+
+
+@requires_kernels
+@pytest.mark.parametrize("path", PATHS)
+def test_native_kernels_keep_tokens_of_a_file_with_integers_and_floats(case, monkeypatch, tmp_path, path):
+    """Sums of floats differ in the last bits, so that an activation at the edge of two integers may round to the other.
+
+    This changes it by 1/127 of the row's largest activation.
+    """
+    matrices, model = find_matrices(case.model), case.model.clone()
+    bits = {p: (4, 8, FLOAT_BITS)[i % 3] for i, matrix in enumerate(matrices) for p in matrix.products}
+    quantize_weights(model, bits)
+    file = save(model, case.manifest, tmp_path / "mixed.onnx")
+    assert native_operators(file) >= {OPERATOR, FLOAT_OPERATOR}
+    logits = []
+    for kernels in (OFF, path):
+        monkeypatch.setenv(VARIABLE, kernels)
+        engine = Engine(file, device="cpu", threads=1)
+        assert (engine.session.kernels is None) == (kernels == OFF)
+        logits.append(dict(predictions(engine, case.samples[:12])))
+    for at, expected in logits[0].items():
+        np.testing.assert_allclose(logits[1][at], expected, rtol=0, atol=np.ptp(expected) / 127)
+        np.testing.assert_array_equal(logits[1][at].argmax(-1), expected.argmax(-1))
 
 
 def make_planner(case, folder):

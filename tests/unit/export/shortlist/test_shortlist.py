@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from support.native_products import PATHS, requires_kernels
 from support.small_models import EXAMPLE, Mixer, refusal
 
 import tformer_runtime.engine.shortlist as runtime
@@ -30,6 +31,7 @@ from tformer_runtime import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from tformer_runtime.backend.native_kernels import OFF, VARIABLE
 from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.decoding.batch_rows import candidates_of
 from tformer_runtime.decoding.options import Settings
@@ -243,6 +245,20 @@ def test_results_do_not_depend_on_gathering_of_columns(exported, monkeypatch, ma
     monkeypatch.setattr(runtime, "max_columns", lambda vocabulary: max_columns)
     for one, other in zip(exported.file.generate_batch(SOURCES[:8], num_beams=2), expected, strict=True):
         assert_same_result(one, other, exported.exact)
+
+
+@requires_kernels
+@pytest.mark.parametrize("path", PATHS)
+def test_native_kernels_keep_results(exported, monkeypatch, path):
+    """Gathered columns are given to the file at each step, so that their product stays with onnxruntime."""
+    results = []
+    for kernels in (OFF, path):
+        monkeypatch.setenv(VARIABLE, kernels)
+        model = Model.load(exported.file.engine.session.path, "cpu", threads=1)
+        assert model.info()["kernels"] == (None if kernels == OFF else f"native kernels {path}")
+        results.append([*model.generate_batch(SOURCES[:8])])
+    for actual, expected in zip(*results, strict=True):
+        assert_same_result(actual, expected, exported.exact)
 
 
 def test_requests_with_and_without_shortlist_share_batches(exported):

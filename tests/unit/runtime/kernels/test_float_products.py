@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +27,10 @@ from support.small_graphs import model_of
 from tformer_export import export
 from tformer_export.sources import load_source
 from tformer_runtime import Model
-from tformer_runtime.backend.native_kernels import BITS_OF_PATH, FLOAT_BITS, VARIABLE
+from tformer_runtime.backend import native_kernels
+from tformer_runtime.backend.native_kernels import ALL_BITS, BITS_OF_PATH, FLOAT_BITS, VARIABLE, LoadingProducts
 from tformer_runtime.backend.session import Session
-from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
 from tformer_runtime.format.product_rewrite import DOMAIN, FLOAT_OPERATOR, replace_products
 
@@ -363,6 +365,34 @@ def test_kernels_of_floats_are_chosen_by_the_table(file, monkeypatch):
     expected = FLOAT_BITS in BITS_OF_PATH[KERNELS.paths[0]]
     assert (Session(file, device="cpu").kernels is not None) == expected
     assert (Model.load(file, device="cpu").info()["kernels"] is not None) == expected
+
+
+def kernels_with(bits):
+    kernels = copy.copy(kernels_of("scalar"))
+    kernels.bits = bits
+    return kernels
+
+
+@requires_kernels
+@pytest.mark.parametrize("path", BITS_OF_PATH)
+def test_products_of_floats_change_on_measured_paths_alone(path):
+    model = FloatCase(64, 48).model()
+    with LoadingProducts(kernels_with(BITS_OF_PATH[path])) as loading:
+        rewritten = loading.rewrite(model, Path())
+    assert (loading.count == 1, rewritten != model) == (path == "avx512vnni", path == "avx512vnni")
+
+
+@requires_kernels
+@pytest.mark.parametrize(
+    ("quantization", "precision", "bits"),
+    [("none", "fp32", {32}), ("none", "fp16", set()), ("int8", "fp32", {8}), ("int4", "fp32", {4}),
+     ("mixed", "fp32", {4, 8, 32})],
+)  # fmt: skip
+def test_named_kernels_are_those_of_the_bits_of_the_file(file, monkeypatch, quantization, precision, bits):
+    manifest = replace(read_manifest(file), quantization=quantization, precision=precision)
+    for number in ALL_BITS:
+        monkeypatch.setattr(native_kernels, "find_native_kernels", lambda _, number=number: kernels_with((number,)))
+        assert (native_kernels.kernels_for(manifest) is not None) == (number in bits)
 
 
 @requires_kernels
