@@ -9,7 +9,8 @@ turns in one process, so that background load slows all of them: ratios are medi
 between their quartiles. With one thread the milliseconds are those of the processor, which other work changes less.
 
 Rule: 8 bits use a path on a class of processors only if whole steps gain 1.15 at 8 and at 32 rows, 4 bits if they gain
-1.3 at one row. `backend/native_kernels.py` has the result as BITS_OF_PATH.
+1.3 at one row, float32 if steps gain as for 8 bits and prompts are not slower. `backend/native_kernels.py` has the
+result as BITS_OF_PATH.
 """
 
 from __future__ import annotations
