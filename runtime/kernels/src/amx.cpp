@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "amx_tiles.h"
+#include "avx512_floats.h"
 #include "avx512_rows.h"
 #include "paths.h"
 
@@ -108,13 +109,11 @@ void multiply4(const Tile& tile) {
   if (pairs_end(tile) < tile.panel_end) AVX512_VNNI.multiply4(last_panel(tile));
 }
 
-void multiply_float(const FloatTile& tile) { AVX512_VNNI.multiply_float(tile); }
-
 bool supported() { return AVX512_VNNI.supported() && may_use_tiles(); }
 
 }  // namespace
 
-const Path AMX = {"amx", supported, TILE_BYTES, AVX512_VNNI.block_sum_rows, false, quantise_avx512, multiply8,
-                  multiply4, 2 * PANEL, multiply_float};
+constinit const Path AMX = {"amx", supported, TILE_BYTES, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4,
+                            FLOAT_COLUMNS, multiply_float_avx512};
 
 }  // namespace tformer

@@ -9,6 +9,8 @@
 namespace tformer {
 namespace {
 
+constexpr size_t STREAM_ROWS_4 = 2;  // for so few rows weights of 4 bits are read as fast as they come from memory
+
 template <bool CLIPS_FIRST, bool RECIPROCAL>
 inline __m128i quantise_16(__m512 x, __m512 divisor, __m512 lowest, __m512 highest, __m512i zero) {
   __m512 ratio = RECIPROCAL ? _mm512_mul_ps(x, divisor) : _mm512_div_ps(x, divisor);

@@ -9,7 +9,7 @@
 namespace tformer {
 namespace {
 
-constexpr size_t STREAM_ROWS_8 = 8, STREAM_ROWS_4 = 2;  // for so few rows weights are read as fast as they come from memory
+constexpr size_t STREAM_ROWS_8 = 8;  // as STREAM_ROWS_4, with 8 bits
 constexpr size_t DIRECT_ROWS = 10;  // for so few rows 4 bits are unpacked in registers
 constexpr size_t STREAM_PREFETCH = 8192;  // bytes
 constexpr size_t NEAR_BYTES = 32768;      // panels of so many bytes stay in the nearest cache with those before them
@@ -217,7 +217,7 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4,
-                          FLOAT_COLUMNS, multiply_float_avx512};
+constinit const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8,
+                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512};
 
 }  // namespace tformer

@@ -1,6 +1,7 @@
 // AVX-VNNI: VPDPBUSD with 256-bit vectors.
 #include <cpuid.h>
 
+#include "avx2_floats.h"
 #include "avx2_tiles.h"
 #include "paths.h"
 
@@ -25,8 +26,6 @@ struct Dot {
   static __m256i times(__m256i part, __m256i m) { return _mm256_mullo_epi32(part, m); }
 };
 
-void multiply_float(const FloatTile& tile) { AVX2.multiply_float(tile); }
-
 bool supported() {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
   unsigned a = 0, b = 0, c = 0, d = 0;  // gcc 12 does not know the feature by name
@@ -35,7 +34,7 @@ bool supported() {
 
 }  // namespace
 
-const Path AVX_VNNI = {"avxvnni", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, false, quantise_avx2,
-                       Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float};
+constinit const Path AVX_VNNI = {"avxvnni", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, false, quantise_avx2,
+                                 Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2};
 
 }  // namespace tformer

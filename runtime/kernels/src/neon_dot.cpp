@@ -20,7 +20,7 @@ bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }
 
 }  // namespace
 
-const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4,
-                       PANEL, multiply_float_neon};
+constinit const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
+                                 multiply4, PANEL, multiply_float_neon};
 
 }  // namespace tformer

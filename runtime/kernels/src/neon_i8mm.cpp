@@ -1,4 +1,5 @@
 // Arm with SMMLA (Armv8.6): two rows times two columns, 8 numbers deep. A vector of weights is made of two groups.
+#include "neon_floats.h"
 #include "neon_rows.h"
 #include "paths.h"
 
@@ -68,13 +69,11 @@ void multiply4(const Tile& tile) {
   multiply_4_bits(tile, [&](size_t p, const uint8_t* weights) { multiply_panel(tile, p, weights); });
 }
 
-void multiply_float(const FloatTile& tile) { NEON_DOT.multiply_float(tile); }
-
 bool supported() { return has_feature(26, 13, "hw.optional.arm.FEAT_I8MM"); }  // AT_HWCAP2, HWCAP2_I8MM
 
 }  // namespace
 
-const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8, multiply4,
-                        PANEL, multiply_float};
+constinit const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
+                                  multiply4, PANEL, multiply_float_neon};
 
 }  // namespace tformer

@@ -1,4 +1,5 @@
-// The paths that this library has been built with, the best first.
+// The paths that this library has been built with, the best first. They are `constinit`: no instruction of a path runs while
+// the library is loaded.
 #pragma once
 
 #include <cstddef>

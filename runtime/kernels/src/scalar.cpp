@@ -50,6 +50,6 @@ bool supported() { return true; }
 
 }  // namespace
 
-const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float};
+constinit const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float};
 
 }  // namespace tformer
