@@ -66,7 +66,7 @@ def _speed(row: Row, records: Sequence[Record], rates: Mapping[str, float]) -> I
                 lines.append([precision, case.name, *cells, *bound])
         if lines:
             head = ["", "", *columns, *(() if measure == "processor" else ("floor",))]
-            yield f"{title}:\n\n" + _table(head, lines)
+            yield f"{title}:\n\n" + markdown_table(head, lines)
 
 
 def _counts(record: Record, kind: str, measure: str) -> bool:
@@ -106,7 +106,8 @@ def _columns(records: Iterable[Record]) -> list[str]:
     return [name for name in [*ORDER, BARE.name] if name in names]
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return one table. head: the titles of the columns."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
@@ -148,7 +149,7 @@ def _other_measures(row: Row, records: Sequence[Record]) -> Iterator[str]:
             cells = (f"{step_ratios[c]:.2f} ×" if c in step_ratios else "–" for c in columns)
             lines.append([precision, title, *cells])
     if lines:
-        yield "Quality, size, memory and start:\n\n" + _table(["", "", *columns], lines)
+        yield "Quality, size, memory and start:\n\n" + markdown_table(["", "", *columns], lines)
 
 
 def _process_lines(records: Sequence[Record], precision: str, columns: Sequence[str]) -> Iterator[list[str]]:
@@ -225,7 +226,7 @@ def _targets(records: Sequence[Record], rates: Mapping[str, float]) -> Iterator[
         named = [one.row, one.precision, f"{one.case.name}, {one.measure}"]
         lines.append([*named, one.peer, form.format(one.target_ratio), *cells])
     if lines:
-        yield "### Targets\n\n" + _table(["", "", "", "compared with", "target", *COLUMNS], lines)
+        yield "### Targets\n\n" + markdown_table(["", "", "", "compared with", "target", *COLUMNS], lines)
 
 
 def _disturbed(records: Sequence[Record]) -> Iterator[str]:
