@@ -12,7 +12,18 @@ namespace {
 
 constexpr int MAX_PAIR_SUM = 128;  // 255 · 128 < 2¹⁵
 constexpr size_t PANELS_AT_ONCE = 4;
-constexpr size_t ROWS_AT_ONCE = 16;  // of float32: a cache line of a column, where columns are stored one by one
+constexpr size_t FLOAT_ROWS_AT_ONCE = 16;  // of float32: a cache line of a column, where columns are stored one by one
+constexpr size_t ROWS_AT_ONCE = 128;  // of 8 bits, where columns are stored one by one
+
+// Packing is compiled for wider vectors as well. The loader takes the widest that the processor has, which needs ifunc.
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define WIDEST_VECTORS __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#define IN_ITS_CALLER __attribute__((always_inline)) inline
+#else
+#define WIDEST_VECTORS
+#define IN_ITS_CALLER inline
+#endif
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -66,7 +77,8 @@ struct Source {
 };
 
 // 4 rows of 16 columns, column by column.
-void read_group(const Source& source, size_t row, size_t rows, size_t column, size_t columns, uint8_t* out) {
+IN_ITS_CALLER void read_group(const Source& source, size_t row, size_t rows, size_t column, size_t columns,
+                              uint8_t* out) {
   const uint8_t* first = source.weights + static_cast<ptrdiff_t>(row) * source.row_stride +
                          static_cast<ptrdiff_t>(column) * source.column_stride;
   if (rows == GROUP && columns == PANEL && source.column_stride == 1) {
@@ -77,8 +89,13 @@ void read_group(const Source& source, size_t row, size_t rows, size_t column, si
                  static_cast<uint32_t>(d[i]) << 24;
     std::memcpy(out, words, GROUP_BYTES);
   } else if (rows == GROUP && columns == PANEL && source.row_stride == 1) {
-    for (size_t i = 0; i < PANEL; i++)
-      std::memcpy(out + i * GROUP, first + static_cast<ptrdiff_t>(i) * source.column_stride, GROUP);
+    for (size_t i = 0; i < PANEL; i++) {
+      uint32_t word;
+      std::memcpy(&word, first + static_cast<ptrdiff_t>(i) * source.column_stride, GROUP);
+      word ^= source.flip * 0x01010101u;
+      std::memcpy(out + i * GROUP, &word, GROUP);
+    }
+    return;
   } else {
     std::memset(out, source.flip, GROUP_BYTES);  // becomes zero below
     for (size_t i = 0; i < columns; i++)
@@ -90,15 +107,20 @@ void read_group(const Source& source, size_t row, size_t rows, size_t column, si
 }
 
 // Adds a group to the sums of columns. Returns whether the sum of two neighbours in a column leaves its range.
-bool add_group(const uint8_t* group, int32_t* sums) {
-  int beyond = 0;
-  for (size_t i = 0; i < PANEL; i++) {
-    int w[GROUP];
-    for (size_t j = 0; j < GROUP; j++) w[j] = static_cast<int8_t>(group[i * GROUP + j]);
-    sums[i] += w[0] + w[1] + w[2] + w[3];
-    int first = w[0] + w[1], second = w[2] + w[3];
-    beyond |= (first > MAX_PAIR_SUM) | (first < -MAX_PAIR_SUM) | (second > MAX_PAIR_SUM) | (second < -MAX_PAIR_SUM);
+// Neighbours are added as the halves of wider numbers, which compilers turn into vectors; either may be the lower half.
+IN_ITS_CALLER bool add_group(const uint8_t* group, int32_t* sums) {
+  constexpr size_t PAIRS = GROUP_BYTES / 2;
+  int16_t bytes[PAIRS], pairs[PAIRS];
+  int32_t both[PANEL];
+  int16_t beyond = 0;
+  std::memcpy(bytes, group, GROUP_BYTES);
+  for (size_t i = 0; i < PAIRS; i++) {
+    auto low = static_cast<int16_t>(static_cast<uint16_t>(bytes[i]) << 8);
+    pairs[i] = static_cast<int16_t>((low >> 8) + (bytes[i] >> 8));
+    beyond |= static_cast<int16_t>((pairs[i] > MAX_PAIR_SUM) | (pairs[i] < -MAX_PAIR_SUM));
   }
+  std::memcpy(both, pairs, sizeof both);
+  for (size_t i = 0; i < PANEL; i++) sums[i] += static_cast<int16_t>(both[i] & 0xffff) + (both[i] >> 16);
   return beyond != 0;
 }
 
@@ -116,6 +138,35 @@ void read_floats(const float* weights, ptrdiff_t row_stride, ptrdiff_t column_st
   }
 }
 
+// Packs one panel. Returns whether the sum of two neighbours in a column leaves its range.
+WIDEST_VECTORS bool pack_panel(const Source& source, const Matrix& matrix, size_t p) {
+  const size_t inner = matrix.inner, width = std::min(PANEL, matrix.columns - p * PANEL);
+  uint8_t* out = matrix.data.get() + p * matrix.panel_bytes();
+  int32_t sums[PANEL] = {};
+  bool beyond = false;
+  // What is written in words is added a while later: loads of whole vectors wait for words that were just written.
+  const size_t at_once = source.column_stride == 1 ? GROUP : ROWS_AT_ONCE;
+  size_t row = 0;
+  while (row + at_once <= inner) {
+    if (source.column_stride == 1) {
+      read_group(source, row, GROUP, p * PANEL, width, out + row * PANEL);
+      beyond |= add_group(out + row * PANEL, sums);
+    } else {
+      for (size_t i = row; i < row + at_once; i += GROUP)
+        read_group(source, i, GROUP, p * PANEL, width, out + i * PANEL);
+      for (size_t i = row; i < row + at_once; i += GROUP) beyond |= add_group(out + i * PANEL, sums);
+    }
+    row += at_once;
+  }
+  for (; row < inner; row += GROUP) {
+    read_group(source, row, std::min(GROUP, inner - row), p * PANEL, width, out + row * PANEL);
+    beyond |= add_group(out + row * PANEL, sums);
+  }
+  if (row < matrix.padded_inner) std::memset(out + row * PANEL, 0, (matrix.padded_inner - row) * PANEL);
+  std::copy(sums, sums + PANEL, matrix.column_sum.get() + p * PANEL);
+  return beyond;
+}
+
 bool valid_sizes(size_t inner, size_t columns) {
   return inner > 0 && columns > 0 && inner <= MAX_INNER && columns <= MAX_COLUMNS;
 }
@@ -129,23 +180,8 @@ Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_strid
   Source source{weights, row_stride, column_stride, flip};
   std::atomic<bool> leaves_range{false};
   for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
-    for (size_t p = begin; p < end; p++) {
-      uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
-      int32_t* sums = matrix->column_sum.get() + p * PANEL;
-      std::fill(sums, sums + PANEL, 0);
-      size_t width = std::min(PANEL, columns - p * PANEL);
-      bool beyond = false;
-      for (size_t row = 0; row < matrix->padded_inner; row += GROUP, out += GROUP_BYTES) {
-        size_t rows = row < inner ? std::min(GROUP, inner - row) : 0;
-        if (rows == 0) {
-          std::memset(out, 0, GROUP_BYTES);
-          continue;
-        }
-        read_group(source, row, rows, p * PANEL, width, out);
-        beyond |= add_group(out, sums);
-      }
-      if (beyond) leaves_range = true;
-    }
+    for (size_t p = begin; p < end; p++)
+      if (pack_panel(source, *matrix, p)) leaves_range = true;
   });
   if (leaves_range && path.limits_pairs) return {nullptr, Refusal::PAIRS};
   return {matrix, Refusal::SHAPE};
@@ -215,12 +251,12 @@ Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride,
   matrix->data.allocate(matrix->panels * matrix->panel_bytes());
   for_panels(groups, threads, [&](size_t begin, size_t end) {
     // Some rows of all groups, so that rows in the file are read in pieces that are longer than a group.
-    for (size_t row = 0; row < inner; row += ROWS_AT_ONCE)
+    for (size_t row = 0; row < inner; row += FLOAT_ROWS_AT_ONCE)
       for (size_t g = begin; g < end; g++) {
         float* out = reinterpret_cast<float*>(matrix->data.get()) + (g * inner + row) * width;
         const float* from = weights + static_cast<ptrdiff_t>(row) * row_stride +
                             static_cast<ptrdiff_t>(g * width) * column_stride;
-        read_floats(from, row_stride, column_stride, std::min(ROWS_AT_ONCE, inner - row),
+        read_floats(from, row_stride, column_stride, std::min(FLOAT_ROWS_AT_ONCE, inner - row),
                     std::min(width, columns - g * width), width, out);
       }
   });
