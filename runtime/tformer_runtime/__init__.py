@@ -9,28 +9,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tformer_runtime.base.errors import (
-    DeadlineError,
-    DeviceError,
-    InputError,
-    MemoryBudgetError,
-    MissingExtraError,
-    ModelFileError,
-    OptionError,
-    OutOfMemoryError,
-    OutputError,
-    ParityError,
-    SourceError,
-    TformerError,
-    UnsupportedCallError,
-    UnsupportedModelError,
-)
-from tformer_runtime.base.process_memory import limit_process_memory
-from tformer_runtime.chat import CachedPrefix, Chat
-from tformer_runtime.decoding.options import GenerationOptions
-from tformer_runtime.decoding.request import Result, Speculation, Timing
-from tformer_runtime.model import Model
-from tformer_runtime.tasks import Answer, Classification, MaskCandidate, Segment, Span, Transcription
+from tformer_runtime.base.quick_start import quick_start
+
+with quick_start():
+    from tformer_runtime.base.errors import (
+        DeadlineError,
+        DeviceError,
+        InputError,
+        MemoryBudgetError,
+        MissingExtraError,
+        ModelFileError,
+        OptionError,
+        OutOfMemoryError,
+        OutputError,
+        ParityError,
+        SourceError,
+        TformerError,
+        UnsupportedCallError,
+        UnsupportedModelError,
+    )
+    from tformer_runtime.base.process_memory import limit_process_memory
+    from tformer_runtime.chat import CachedPrefix, Chat
+    from tformer_runtime.decoding.options import GenerationOptions
+    from tformer_runtime.decoding.request import Result, Speculation, Timing
+    from tformer_runtime.model import Model
+    from tformer_runtime.tasks import Answer, Classification, MaskCandidate, Segment, Span, Transcription
 
 if TYPE_CHECKING:
     from tformer_runtime.async_model import AsyncModel

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from tformer_runtime.base.arrays import F32, Array
 from tformer_runtime.base.errors import InputError, OptionError, TformerError
@@ -85,6 +84,8 @@ def _same_vocabulary(one: str | None, other: str | None) -> bool:
     """Return whether ids have the same meaning in two tokenizers, if the files have tokenizers."""
     if one is None or other is None or one == other:
         return True
+    from tokenizers import Tokenizer  # as late as in `tokenizer.Codec`
+
     return bool(Tokenizer.from_str(one).get_vocab() == Tokenizer.from_str(other).get_vocab())
 
 

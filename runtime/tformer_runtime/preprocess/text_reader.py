@@ -10,16 +10,18 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
 
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import InputError, quotable
 from tformer_runtime.base.foreign_errors import foreign_errors
 from tformer_runtime.preprocess.tokenizer import check_text, unreadable_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
 
 Pair = tuple[str, str]
 
@@ -151,6 +153,8 @@ class TextReader:
 
     def _make_tokenizer(self, max_tokens: int | None, stride: int | None = None, pair: bool = False) -> Tokenizer:
         """Return the tokenizer with truncation to `max_tokens`, in windows if there is a stride."""
+        from tokenizers import Tokenizer  # as late as in `tokenizer.Codec`
+
         with foreign_errors(unreadable_tokenizer):
             tokenizer = Tokenizer.from_str(self._definition)
             tokenizer.no_padding()

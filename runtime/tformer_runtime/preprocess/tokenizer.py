@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer, models
-
 from tformer_runtime.base.errors import InputError, ModelFileError, error_summary, quotable
 from tformer_runtime.base.foreign_errors import foreign_errors
 from tformer_runtime.base.validation import surrogate_in
@@ -26,6 +24,8 @@ class Codec:
 
     def __init__(self, definition: str) -> None:
         """definition: a tokenizer in tokenizers' JSON format."""
+        from tokenizers import Tokenizer  # takes 5 ms, and files without a text never need it
+
         with foreign_errors(unreadable_tokenizer):
             parts = json.loads(definition)
             check_growth(parts)
@@ -308,6 +308,8 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _decode_function(decoder: dict[str, Any]) -> DecodeFunction:
     """Return the function of the tokenizers package for a decoder, from pieces to text."""
+    from tokenizers import Tokenizer, models
+
     tokenizer = json.loads(Tokenizer(models.WordLevel()).to_str())
     with foreign_errors(unreadable_tokenizer):
         decode: DecodeFunction = Tokenizer.from_str(json.dumps(tokenizer | {"decoder": decoder})).decoder.decode

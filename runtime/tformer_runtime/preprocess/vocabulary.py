@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from tformer_runtime.base.arrays import Bools
 from tformer_runtime.base.errors import OptionError, error_summary, quotable
@@ -22,6 +21,7 @@ from tformer_runtime.base.foreign_errors import foreign_errors
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def _unreadable(error: BaseException) -> OptionError:
 
 
 def _vocabulary_of(tokenizer_json: str, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    from tokenizers import Tokenizer  # as late as in `tokenizer.Codec`
+
     definition = json.loads(tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     unknown = definition["model"].get("unk_token")

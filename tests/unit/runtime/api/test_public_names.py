@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.toy_models import Toy
 
 import tformer_runtime
@@ -54,17 +55,20 @@ FIRST_RESULT_PROGRAM = """
 import sys, json
 from tformer_runtime import Model
 model = Model.load(sys.argv[1])
-result = model.generate("hello", max_new_tokens=5)
-forbidden = ("asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets")
+result = model.generate(json.loads(sys.argv[2]), max_new_tokens=5)
+forbidden = ["asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets"]
+forbidden += [] if model.manifest.tokenizers else ["tokenizers"]
 print(json.dumps([len(result.token_ids), [name for name in forbidden if name in sys.modules]]))
 """
 
 
-def test_first_result_imports_no_optional_modules(tmp_path):
-    path = Toy().write(tmp_path / "toy.onnx")
+@pytest.mark.parametrize(("toy", "given"), [(Toy(), "hello"), (Toy(tokenizer=False), [3, 4, 5])])
+def test_first_result_imports_no_optional_modules(tmp_path, toy, given):
+    path = toy.write(tmp_path / "toy.onnx")
     process = subprocess.run(
-        [sys.executable, "-c", FIRST_RESULT_PROGRAM, str(path)], capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", FIRST_RESULT_PROGRAM, str(path), json.dumps(given)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert json.loads(process.stdout) == [5, []]
 
 
