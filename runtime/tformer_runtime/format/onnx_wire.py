@@ -79,7 +79,14 @@ def iter_fields(content: bytes) -> Iterator[Field]:
     """Yield the fields of a message, in their order. Raise WireError if the bytes are not a message."""
     begin, end = 0, len(content)
     while begin < end:
-        number, start, length, value = _read_header(content, begin, end)
+        header = content[begin]
+        # Most fields are texts and messages of less than 128 bytes, whose tag and length are a byte each.
+        if header & 0x87 == BYTES and header > BYTES and begin + 1 < end and content[begin + 1] < 0x80:
+            number, start, length, value = header >> 3, begin + 2, content[begin + 1], 0
+            if start + length > end:
+                raise WireError
+        else:
+            number, start, length, value = _read_header(content, begin, end)
         yield Field(number, value, content[start : start + length], content[begin : start + length])
         begin = start + length
 
