@@ -114,9 +114,10 @@ struct Parallel {
   ort::KernelContext* context;
 };
 
+// A batch for each task: threads take tasks one by one, so that a thread which the system delays leaves its share to the others.
 void parallel_for(void* context, void (*function)(void*, size_t), size_t count, void* data) {
   auto* parallel = static_cast<Parallel*>(context);
-  check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, 0, data));
+  check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, count, data));
 }
 
 template <class Kernel>
