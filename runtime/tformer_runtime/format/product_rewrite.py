@@ -10,7 +10,7 @@ number of rows, and the `If` is replaced by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def _rewritten(model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker
         return model, 0
     with WeightFiles(folder) as files:
         replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names())
-        count = sum(replacement.replace_in(graph) for graph in list(parsed.graph.all_graphs()))
+        count = sum(replacement.replace_in(graph) for graph in list(_without_loops(parsed.graph)))
     if not count:
         return model, 0
     remove_unread(parsed.graph)
@@ -82,6 +82,17 @@ def _rewritten(model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
     return parsed.encode(), count
+
+
+def _without_loops(graph: Graph) -> Iterator[Graph]:
+    """Yield a graph and the branches within it, without the bodies of loops.
+
+    onnxruntime must know the shapes of a body's results before it runs, and it infers none behind these operators.
+    """
+    yield graph
+    for node in graph.nodes:
+        for branch in node.branches.values() if node.op_type == "If" else ():
+            yield from _without_loops(branch)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from support.native_products import (
     KERNELS,
     PATHS,
@@ -269,6 +269,33 @@ def test_float_products_stay_without_their_kernels():
     model = FloatCase(64, 48).model()
     assert replace_products(model, Path(), lambda product, files: 1) == (model, 0)
     assert replace_products(model, Path(), lambda product, files: 1, lambda product, files: None) == (model, 0)
+
+
+@requires_kernels
+def test_product_in_the_body_of_a_loop_stays():
+    """onnxruntime infers shapes of a body's results, which operators of kernels do not tell."""
+    random, floats = np.random.default_rng(0), TensorProto.FLOAT
+    weights = {name: random.standard_normal((48, 48)).astype(np.float32) for name in ("w", "v")}
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["state", "w"], ["p"]),
+            helper.make_node("Add", ["p", "row"], ["next"]),
+            helper.make_node("Identity", ["next"], ["seen"]),
+        ],
+        "body",
+        [helper.make_tensor_value_info(name, floats, shape) for name, shape in (("state", [1, 48]), ("row", [48]))],
+        [helper.make_tensor_value_info(name, floats, None) for name in ("next", "seen")],
+    )
+    nodes = [
+        helper.make_node("Scan", ["first", "x"], ["last", "rows"], body=body, num_scan_inputs=1),
+        helper.make_node("MatMul", ["rows", "v"], ["y"]),
+    ]
+    weights["first"] = np.zeros((1, 48), np.float32)
+    model = model_of(nodes, {"x": ["rows", 48]}, {"y": ["rows", 1, 48]}, weights).SerializeToString()
+    x = rows_of(48, 5) * 0.1
+    expected = run(open_session(model), x)
+    for path in PATHS:
+        np.testing.assert_allclose(run(open_native_session(model, path, products=1), x), expected, rtol=1e-4, atol=1e-4)
 
 
 @requires_kernels
