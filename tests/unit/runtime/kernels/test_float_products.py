@@ -24,8 +24,7 @@ from support.native_products import (
 )
 from support.small_graphs import model_of
 
-from tformer_export import export
-from tformer_export.sources import load_source
+from tformer_export import Quantization
 from tformer_runtime import Model
 from tformer_runtime.backend import native_kernels
 from tformer_runtime.backend.native_kernels import ALL_BITS, BITS_OF_PATH, FLOAT_BITS, VARIABLE, LoadingProducts
@@ -34,7 +33,6 @@ from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
 from tformer_runtime.format.product_rewrite import DOMAIN, FLOAT_OPERATOR, replace_products
 
-CHECKPOINT = Path(__file__).parents[4] / "models" / "g2p" / "model.pt"
 G2P_PRODUCTS = 49  # 24 of the encoder, 25 of the decoder
 FORMS = ("MatMul", "MatMul of a transpose", "Gemm", "Gemm, transB", "FusedMatMul", "FusedMatMul, transB")
 EPSILON = 2.0**-24
@@ -358,10 +356,8 @@ def test_damaged_model_is_left_to_onnxruntime(cut):
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("floats") / "model.onnx"
-    export(load_source(CHECKPOINT), path)
-    return path
+def file(g2p_file):
+    return g2p_file(Quantization("none"), "throughput")
 
 
 @requires_kernels

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 from onnx import helper, numpy_helper
 from support.native_products import KERNELS, Product, requires_kernels
 
-from tformer_export import Quantization, export
-from tformer_export.sources import load_source
+from tformer_export import Quantization
 from tformer_runtime import Model, ModelFileError
 from tformer_runtime.backend import native_kernels
 from tformer_runtime.backend.native_kernels import BITS_OF_PATH, VARIABLE, load_kernels
@@ -25,7 +24,6 @@ from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
 from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, replace_products
 
-CHECKPOINT = Path(__file__).parents[4] / "models" / "g2p" / "model.pt"
 WORDS = ["hello", "transformer", "a", "kernel"]
 FORMS = {
     "int8": (Quantization("int8"), "throughput"),
@@ -37,11 +35,8 @@ STAGE_PRODUCTS = {"encode": 24, "decode": 25}  # of the g2p model: 4 + 4 layers,
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def file(request, tmp_path_factory):
-    quantization, optimize_for = FORMS[request.param]
-    path = tmp_path_factory.mktemp("kernels") / "model.onnx"
-    export(load_source(CHECKPOINT), path, quantization=quantization, optimize_for=optimize_for)
-    return path
+def file(request, g2p_file):
+    return g2p_file(*FORMS[request.param])
 
 
 def load(path, kernels, monkeypatch) -> Model:
