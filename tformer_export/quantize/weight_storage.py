@@ -19,6 +19,7 @@ import onnx_ir as ir
 from tformer_export.common.ir_edit import constant
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.quantize.rounding import round_nearest
+from tformer_runtime.format.weight_forms import tables_of_6_bits
 
 Packed = tuple[ir.Value, ir.Value, ir.Value | None]
 
@@ -111,9 +112,9 @@ class WeightStore:
             )  # fmt: skip
         return self._matrices[key, 8]
 
-    def _int8(self, name: str, weight: np.ndarray) -> round_nearest.Integers:
-        """Return int8 (K, N) and the scales of columns (N,)."""
-        return self.integers[name] if name in self.integers else round_nearest.per_column(weight)
+    def _int8(self, name: str, weight: np.ndarray, bits: int = 8) -> round_nearest.Integers:
+        """Return int8 (K, N) of 8 or 6 bits, and the scales of columns (N,)."""
+        return self.integers[name] if name in self.integers else round_nearest.per_column(weight, bits)
 
     def _plain_8(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as int8 columns. The packed form, which is rarely used then, is derived from them."""
@@ -150,15 +151,15 @@ class WeightStore:
 
     def _of_6_bits(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix as two planes, of 4 and of 2 bits a number. The other forms have 8 bits."""
-        quantized, scale = self.integers[name] if name in self.integers else round_nearest.per_column(weight, 6)
+        quantized, scale = self._int8(name, weight, 6)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
         upper, lower = round_nearest.pack_6_bits(quantized)
         planes = self.constant(f"{name}.upper", upper), self.constant(f"{name}.lower", lower)
-        byte = np.arange(256)
-        tables = (  # the numbers of a byte; an upper part is a multiple of 4, with zeros where the lower part belongs
-            self.constant("unpack.upper_plane", np.stack([byte % 16, byte // 16], 1).astype(np.int8) * 4 - 32),
-            self.constant("unpack.lower_plane", (byte[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)),
+        upper_table, lower_table = tables_of_6_bits()
+        tables = (
+            self.constant("unpack.upper_plane", upper_table),
+            self.constant("unpack.lower_plane", lower_table),
         )
 
         def unpack_rows(home: ir.Graph) -> ir.Value:
@@ -167,16 +168,13 @@ class WeightStore:
                 place = self._derive(home, "Cast", [plane], f"{name}.{part}.int32", to=ir.DataType.INT32)
                 numbers = self._derive(home, "Gather", [table, place], f"{name}.{part}.numbers", axis=0)
                 parts.append(self._derive(home, "Reshape", [numbers, self.shape(columns, -1)], f"{name}.{part}.rows"))
-            return self._derive(home, "BitwiseOr", parts, f"{name}.signed")
+            return self._unpadded(home, name, self._derive(home, "BitwiseOr", parts, f"{name}.signed"), inner, 4)
 
-        def unpack(home: ir.Graph) -> ir.Value:
-            return self._unpadded_columns(home, name, unpack_rows(home), inner, 4)
-
-        def pack(home: ir.Graph) -> Packed:
-            rows = self._transpose(home, f"{name}.columns", unpack(home))
-            return self._pack(home, name, rows, scale, block, inner)
-
-        return StoredMatrix(name, 6, block, (inner, columns), scale, columns=unpack, packed=pack)
+        return StoredMatrix(
+            name, 6, block, (inner, columns), scale,
+            columns=lambda home: self._transpose(home, name, unpack_rows(home)),
+            packed=lambda home: self._pack(home, name, unpack_rows(home), scale, block, inner),
+        )  # fmt: skip
 
     def _of_4_bits(self, name: str, weight: np.ndarray) -> StoredMatrix:
         """Store the matrix in 4 bits as MatMulNBits reads it, with the code of each block."""
@@ -243,11 +241,15 @@ class WeightStore:
         return self._derive(home, "Transpose", [stored], f"{name}.transposed", perm=[1, 0])
 
     def _unpadded_columns(self, home: ir.Graph, name: str, rows: ir.Value, inner: int, block: int) -> ir.Value:
-        """Return int8 (K, N) of int8 (N, K), without the rows that pad K to whole blocks."""
-        if inner % block:
-            begin, axis = self.shape(0), self.shape(1)
-            rows = self._derive(home, "Slice", [rows, begin, self.shape(inner), axis], f"{name}.own")
-        return self._transpose(home, name, rows)
+        """Return int8 (K, N) of int8 (N, K), without the numbers that pad K to whole blocks."""
+        return self._transpose(home, name, self._unpadded(home, name, rows, inner, block))
+
+    def _unpadded(self, home: ir.Graph, name: str, rows: ir.Value, inner: int, block: int) -> ir.Value:
+        """Return int8 (N, K) without the numbers that pad K to whole blocks."""
+        if inner % block == 0:
+            return rows
+        begin, axis = self.shape(0), self.shape(1)
+        return self._derive(home, "Slice", [rows, begin, self.shape(inner), axis], f"{name}.own")
 
     def _pack(self, home: ir.Graph, name: str, rows: ir.Value, scale: np.ndarray, block: int, inner: int) -> Packed:
         """Return the packed form of int8 (N, K), and the scales of its blocks."""

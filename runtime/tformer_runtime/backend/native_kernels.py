@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +113,7 @@ class NativeKernels:
         stored = tensor_array(product.tensor, files.read)
         if stored is None or stored.size == 0:
             return None
-        length = stored.shape[1]  # of what is stored row by row
+        length = stored.shape[1]  # of a stored row
         inner, columns = stored.shape[::-1] if product.is_transposed else stored.shape
         strides = (1, length) if product.is_transposed else (length, 1)
         bias = None if product.bias is None else product.bias.ctypes.data
@@ -166,16 +166,17 @@ class LoadingProducts:
             return None
         bias = None if product.bias is None else product.bias.tobytes()
         key = weights, product.scale.tobytes(), bias
-        if key not in self._handles:
-            self._handles[key] = self.kernels.pack(product, files, self._threads)
-        return self._handles[key]
+        return self._once(key, lambda: self.kernels.pack(product, files, self._threads))
 
     def _pack_float(self, product: FloatProduct, files: WeightFiles) -> int | None:
         """Do as `_pack` does, for a float32 product."""
         bias = None if product.bias is None else product.bias.tobytes()
         key = product.tensor, product.is_transposed, bias
+        return self._once(key, lambda: self.kernels.pack_float(product, files, self._threads))
+
+    def _once(self, key: tuple[Any, ...], pack: Callable[[], int | None]) -> int | None:
         if key not in self._handles:
-            self._handles[key] = self.kernels.pack_float(product, files, self._threads)
+            self._handles[key] = pack()
         return self._handles[key]
 
 

@@ -14,7 +14,7 @@ from tformer_runtime.format.weight_files import WeightFiles
 
 FLOAT_PRODUCTS = ("MatMul", "Gemm", "FusedMatMul")
 MIN_NUMBERS = 1024  # of a matrix: the exporter leaves smaller ones in float, and nothing is gained
-# Attributes of a plain product, beside the one that transposes the matrix
+# Attributes of a plain product, without the attribute that transposes the matrix
 _PLAIN: dict[str, dict[str, Attribute]] = {
     "MatMul": {},
     "Gemm": {"alpha": 1.0, "beta": 1.0, "transA": 0},

@@ -120,7 +120,7 @@ class _Replacement:
         return len(new_nodes)
 
     def _new_node(self, graph: Graph, node: Node, readers: Readers) -> tuple[Node, Node] | None:
-        """Return the last node of the product of a node, and what replaces it; None for other nodes."""
+        """Return the last node of the product that a node begins, and the new node; None for other nodes."""
         if node.op_type in PRODUCTS:
             product = find_product(graph, node, readers, self.files)
             handle = self.pack(product, self.files) if product is not None else None

@@ -17,7 +17,7 @@ from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
 from tformer_runtime.format.onnx_wire import iter_fields
 from tformer_runtime.format.weight_files import WeightFiles
-from tformer_runtime.format.weight_forms import MIDDLE, decode, rows_of_6_bits
+from tformer_runtime.format.weight_forms import MIDDLE, decode, rows_of_6_bits, tables_of_6_bits
 
 MAX_TABLE_VALUES = 1 << 17  # of the table that unpacks 4 bits
 BYTE_VALUES = 256
@@ -113,7 +113,8 @@ def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[St
 
     They are uint8 (N, blocks, bytes of a block), as MatMulNBits reads them, and have one of these forms:
         Concat(stored)                                    a name of its own for a stored weight
-        Reshape([Pad](BitwiseXor(Cast(rows), 128)))       of 8 bits, from int8 (N, K) or the transpose of columns (K, N)
+        Reshape([Pad](BitwiseXor(Cast(rows), 128)))       of 8 bits, from int8 (N, K), the transpose of int8 (K, N), or
+                                                          6 bits
     """
     found = graph.find_producer(name)
     if found is None:
@@ -147,16 +148,16 @@ def find_packed_weights(graph: Graph, name: str, files: WeightFiles) -> tuple[St
 
 
 def _find_int8(graph: Graph, name: str, files: WeightFiles) -> StoredWeights | None:
-    """Return the stored form of the int8 value (N, K) of this name: rows as they are, or the transpose of columns."""
+    """Return the stored form of the int8 value (N, K) of this name: as it is, the transpose of a weight, or 6 bits."""
     tensor, is_transposed = graph.find_tensor(name), True
     if tensor is None:
+        rows = _find_rows(graph, name, files)
+        if rows is not None and rows.lower is not None:
+            return rows
         node = _node(graph, name)
         if node is None or not is_operator(node, "Transpose", 1) or node.attributes() != {"perm": [1, 0]}:
             return None
         tensor, is_transposed = graph.find_tensor(node.inputs[0]), False
-        if tensor is None:
-            stored = _find_columns(graph, node.inputs[0], files)
-            return stored if stored is not None and stored.lower is not None else None
     if tensor is None or tensor.dtype != np.int8 or len(tensor.shape) != 2:
         return None
     columns, inner = tensor.shape if is_transposed else tensor.shape[::-1]
@@ -210,7 +211,7 @@ def _reshaped_rows(graph: Graph, node: Node | None, files: WeightFiles) -> tuple
 def _planes_of_6(graph: Graph, node: Node, files: WeightFiles) -> StoredWeights | None:
     """Recognise BitwiseOr of two planes, each Reshape(Gather(table, Cast(plane)))."""
     planes = []
-    for name, table in zip(node.inputs, _tables_of_6(), strict=True):
+    for name, table in zip(node.inputs, tables_of_6_bits(), strict=True):
         above = _reshaped_rows(graph, _node(graph, name), files)
         if above is None or not is_operator(above[0], "Gather", 2) or above[0].attributes().get("axis", 0) != 0:
             return None
@@ -232,14 +233,6 @@ def _planes_of_6(graph: Graph, node: Node, files: WeightFiles) -> StoredWeights 
         return None
     count = VALUES_OF_LOWER * lower.shape[1]
     return StoredWeights(upper, count, upper.shape[0], is_transposed=True, lower=lower)
-
-
-@cache
-def _tables_of_6() -> tuple[Array, Array]:
-    """Return the numbers of each byte of the two planes."""
-    byte = np.arange(BYTE_VALUES)
-    upper = np.stack([byte % 16, byte // 16], 1) * 4 - 32
-    return upper.astype(np.int8), (byte[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)
 
 
 def _packed_8(graph: Graph, cast: Node, files: WeightFiles) -> StoredWeights | None:

@@ -7,6 +7,8 @@ second of one core. Several matrices can be written at the same time, because nu
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -61,6 +63,17 @@ def columns_of_4_bits(packed: npt.NDArray[np.uint8], codes: npt.NDArray[np.uint8
                 by_block *= multipliers[those, None, columns]
                 by_block -= shifts[those, None, columns]
                 half_of_rows[:] = signed[: len(half_of_rows)]
+
+
+@cache
+def tables_of_6_bits() -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
+    """Return the parts of weights that each byte of the two planes has, (256, 2) and (256, 4).
+
+    A weight is the bitwise OR of its parts: an upper part is a multiple of 4, minus 32.
+    """
+    byte = np.arange(256)
+    upper = np.stack([byte % 16, byte // 16], 1) * 4 - 32
+    return upper.astype(np.int8), (byte[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)
 
 
 def rows_of_6_bits(upper: npt.NDArray[np.uint8], lower: npt.NDArray[np.uint8], out: npt.NDArray[np.int8]) -> None:
