@@ -1,10 +1,10 @@
-"""float32 products of native kernels on one thread, beside onnxruntime's and the processor's limit:
+"""float32 products of native kernels on one thread, next to onnxruntime's products and the limit of the processor:
 
     python tests/benchmarks/float_products.py [--shapes 256x768x2304,8x768x768] [--path avx512vnni]
 
-Each line has the multiply-additions of 10⁹ a second for a product of (rows × K) and (K × columns), and their share of
-those that one core does in registers (`fma_peak.c`, built by the compiler `cc`). The alternatives run by turns. Seconds
-are those of the processor, so that other work on the machine counts less; values are medians of rounds. Weights are
+Each line has the rate of a product of (rows × K) and (K × columns), in 10⁹ multiply-additions a second, and its share
+of the rate that one core reaches in registers (`fma_peak.c`, built by the compiler `cc`). The alternatives are
+interleaved. Seconds are processor time, so that other work on the machine counts less; values are medians of rounds. Weights are
 read from memory: each run takes another copy of the matrix.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 import torch
 from filelock import FileLock
 from support.families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
+from support.shared_folder import shared_folder
 
 import tformer_export.build as build
 from tformer_export import ExportReport, Quantization, export
@@ -44,8 +44,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     """Return a function that returns the exported file of a family for a target, a quantisation and options."""
     exports_by_key: dict[tuple[str, str, str, str], Exported] = {}
     analysed_models: dict[tuple[object, ...], AnalysedModel] = {}
-    base_temp = tmp_path_factory.getbasetemp()
-    shared_folder = base_temp.parent if "PYTEST_XDIST_WORKER" in os.environ else base_temp
+    folder_of_run = shared_folder(tmp_path_factory)
 
     def get(
         name: str, target: str = "cpu", quantization: str | Quantization = "none", **options_of_test: Any
@@ -63,7 +62,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
             }  # fmt: skip
             options |= {"target": target, "quantization": quantization, "max_length": MAX_LENGTH, **options_of_test}
             # Parallel test processes share one export of a file. Each process copies it to a folder of its own.
-            shared_export = shared_folder / hashlib.sha256(repr(key).encode()).hexdigest()
+            shared_export = folder_of_run / hashlib.sha256(repr(key).encode()).hexdigest()
             with FileLock(f"{shared_export}.lock"):
                 if not shared_export.exists():
                     partial_export = shared_export.with_suffix(".part")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from support.shared_folder import shared_folder
 
 from tformer_export import Quantization, export
 from tformer_export.sources import load_source
@@ -21,8 +21,7 @@ ExportG2p = Callable[[Quantization, str], Path]
 @pytest.fixture(scope="session")
 def g2p_file(tmp_path_factory: pytest.TempPathFactory) -> ExportG2p:
     """Return a function that returns the exported file for a quantisation and a goal. Tests only read it."""
-    base_temp = tmp_path_factory.getbasetemp()
-    folder = base_temp.parent if "PYTEST_XDIST_WORKER" in os.environ else base_temp
+    folder = shared_folder(tmp_path_factory)
 
     def get(quantization: Quantization, optimize_for: str) -> Path:
         key = hashlib.sha256(repr((quantization, optimize_for)).encode()).hexdigest()
