@@ -4,8 +4,8 @@
 
 Each line has the rate of a product of (rows × K) and (K × columns), in 10⁹ multiply-additions a second, and its share
 of the rate that one core reaches in registers (`fma_peak.c`, built by the compiler `cc`). The alternatives are
-interleaved. Seconds are processor time, so that other work on the machine counts less; values are medians of rounds. Weights are
-read from memory: each run takes another copy of the matrix.
+interleaved. Seconds are processor time, so that other work on the machine counts less; values are medians of rounds.
+Weights are read from memory: each run takes another copy of the matrix.
 """
 
 from __future__ import annotations
