@@ -73,7 +73,7 @@ def kernels_of(path: str) -> NativeKernels:
 
 def native_operators(file: Path) -> set[str]:
     """Return the operators of a file after each product that native kernels can compute is replaced."""
-    model = replace_products(*read_mapped_model(file), lambda product, files: 1, lambda product, files: 1)[0]
+    model = replace_products(*read_mapped_model(file), lambda product, files: 1, lambda product, files: 1).model
     return {node.op_type for graph in parse_model(model).graph.all_graphs() for node in graph.nodes}
 
 

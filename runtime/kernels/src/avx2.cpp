@@ -31,6 +31,6 @@ bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_suppor
 }  // namespace
 
 constinit const Path AVX2 = {"avx2", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, true, quantise_avx2,
-                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2};
+                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_head};
 
 }  // namespace tformer

@@ -1,16 +1,17 @@
-// Products of float32 with AVX-512. Each number of a result is one chain of fused multiply-additions, as in scalar.cpp: a
+// Products and attention of float32 with AVX-512. Each number of a result is one chain of fused multiply-additions, as in scalar.cpp: a
 // tile has at least as many chains as the processor has in flight.
 #pragma once
 
 #include <immintrin.h>
 
+#include "avx2_floats.h"
 #include "blocks.h"
 
 namespace tformer {
 namespace {
 
 constexpr size_t FLOAT_COLUMNS = 32;     // of a group: two vectors
-constexpr int FLOAT_ROWS = 12;           // 24 registers of sums; rows of 4096 bytes are in different ways of a cache
+constexpr int FLOAT_TILE_ROWS = 12;           // 24 registers of sums; rows of 4096 bytes are in different ways of a cache
 constexpr size_t FLOAT_STEP = 4;         // rows of weights between prefetches
 constexpr size_t FLOAT_PREFETCH = 8192;  // bytes ahead, if weights are read once
 
@@ -84,7 +85,36 @@ struct FloatKernel {
 inline void multiply_float_avx512(const FloatTile& tile) {
   constexpr size_t panels = FLOAT_COLUMNS / PANEL;
   for (size_t p = tile.panel_begin; p < tile.panel_end; p += panels)
-    for_rows<FloatKernel, panels, FLOAT_ROWS>(tile, p, tile.matrix->floats(p));
+    for_rows<FloatKernel, panels, FLOAT_TILE_ROWS>(tile, p, tile.matrix->floats(p));
+}
+
+struct Vector512 {
+  using Type = __m512;
+  static constexpr int WIDTH = 16;
+  static INLINE Type load(const float* from) { return _mm512_loadu_ps(from); }
+  static INLINE void store(float* into, Type value) { _mm512_storeu_ps(into, value); }
+  static INLINE Type repeat(float x) { return _mm512_set1_ps(x); }
+  static INLINE Type add_product(Type sum, Type a, Type b) { return _mm512_fmadd_ps(a, b, sum); }
+  static INLINE Type add(Type a, Type b) { return _mm512_add_ps(a, b); }
+  static INLINE Type subtract(Type a, Type b) { return _mm512_sub_ps(a, b); }
+  static INLINE Type multiply(Type a, Type b) { return _mm512_mul_ps(a, b); }
+  static INLINE Type larger(Type a, Type b) { return _mm512_max_ps(a, b); }
+  static INLINE Type smaller(Type a, Type b) { return _mm512_min_ps(a, b); }
+  static INLINE Type round(Type x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static INLINE Type power_of_two(Type n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+  }
+  static INLINE Type zero_where_below(Type x, Type limit, Type value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
+  }
+};
+
+// Heads whose size 16 does not divide have the vectors of AVX2.
+inline void attend_avx512(const AttentionTile& tile) {
+  if (tile.size % Vector512::WIDTH == 0)
+    Attention<Vector512, FLOAT_TILE_ROWS>::run(tile);
+  else
+    attend_avx2(tile);
 }
 
 }  // namespace

@@ -218,6 +218,6 @@ bool supported() {
 }  // namespace
 
 constinit const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8,
-                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512};
+                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_head};
 
 }  // namespace tformer

@@ -114,6 +114,9 @@ struct FloatTile {
   size_t row_begin, row_end, panel_begin, panel_end;
 };
 
+struct AttentionTile;
+struct AttentionCall;
+
 // The functions of one kind of processor.
 struct Path {
   const char* name;
@@ -126,6 +129,8 @@ struct Path {
   void (*multiply4)(const Tile& tile);
   size_t float_columns;       // of a group of float32 weights: 16 or 32
   void (*multiply_float)(const FloatTile& tile);
+  void (*attend)(const AttentionTile& tile);  // attention.h
+  void (*rotate)(const AttentionCall& call, size_t position, const float* from, float* into, float scale);
 };
 
 }  // namespace tformer

@@ -21,6 +21,6 @@ bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }
 }  // namespace
 
 constinit const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
-                                 multiply4, PANEL, multiply_float_neon};
+                                 multiply4, PANEL, multiply_float_neon, attend_neon, rotate_head};
 
 }  // namespace tformer

@@ -21,8 +21,8 @@ struct KernelContext;
 struct TypeAndShape;
 
 enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2 };
-enum ElementType : int { FLOAT = 1 };
-enum Characteristic : int { REQUIRED = 0 };
+enum ElementType : int { FLOAT = 1, INT32 = 6 };
+enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
 
 struct Api {
   const void* functions[275];

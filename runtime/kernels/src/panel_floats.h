@@ -1,7 +1,7 @@
 // Products of float32 by tiles of some rows and one panel, for vectors that a panel has several of. Each number of a
 // result is one chain of fused multiply-additions, as in scalar.cpp.
 //
-// Vector has the type Type of WIDTH numbers and the functions zero, load, repeat (one number), add_product and store.
+// Vector has the type Type of WIDTH numbers and the functions load, repeat, add_product and store.
 #pragma once
 
 #include "blocks.h"
@@ -23,12 +23,12 @@ struct PanelFloats {
       const size_t inner = tile.matrix->inner;
       const float* x = tile.rows + row * inner;
       Type sums[ROWS][VECTORS];
-      unroll<ROWS>(UNROLLED(r) { unroll<VECTORS>(UNROLLED(j) { sums[r][j] = Vector::zero(); }); });
+      unroll<ROWS>(UNROLLED(r) { unroll<VECTORS>(UNROLLED(j) { sums[r][j] = Vector::repeat(0.0f); }); });
       for (size_t k = 0; k < inner; k++, weights += PANEL) {
         Type w[VECTORS];
         unroll<VECTORS>(UNROLLED(j) { w[j] = Vector::load(weights + Vector::WIDTH * j); });
         unroll<ROWS>(UNROLLED(r) {
-          const Type a = Vector::repeat(x + r * inner + k);
+          const Type a = Vector::repeat(x[r * inner + k]);
           unroll<VECTORS>(UNROLLED(j) { sums[r][j] = Vector::add_product(sums[r][j], a, w[j]); });
         });
       }

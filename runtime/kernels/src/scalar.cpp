@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "attention_rows.h"
 #include "paths.h"
 #include "reference.h"
 
@@ -46,10 +47,30 @@ void multiply_float(const FloatTile& tile) {
     }
 }
 
+struct Number {
+  using Type = float;
+  static constexpr int WIDTH = 1;
+  static Type load(const float* from) { return *from; }
+  static void store(float* into, Type value) { *into = value; }
+  static Type repeat(float x) { return x; }
+  static Type add_product(Type sum, Type a, Type b) { return std::fma(a, b, sum); }
+  static Type add(Type a, Type b) { return a + b; }
+  static Type subtract(Type a, Type b) { return a - b; }
+  static Type multiply(Type a, Type b) { return a * b; }
+  static Type larger(Type a, Type b) { return a > b ? a : b; }
+  static Type smaller(Type a, Type b) { return a < b ? a : b; }
+  static Type round(Type x) { return std::nearbyintf(x); }
+  static Type power_of_two(Type n) { return n == n ? std::ldexp(1.0f, static_cast<int>(std::max(n, -200.0f))) : n; }
+  static Type zero_where_below(Type x, Type limit, Type value) { return x < limit ? 0 : value; }
+};
+
+void attend_scalar(const AttentionTile& tile) { Attention<Number, 1>::run(tile); }
+
 bool supported() { return true; }
 
 }  // namespace
 
-constinit const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float};
+constinit const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float,
+                              attend_scalar, rotate_head};
 
 }  // namespace tformer

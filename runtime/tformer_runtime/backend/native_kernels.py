@@ -1,12 +1,12 @@
-"""Optional native kernels for products: the library of the wheel `tformer-kernels`.
+"""Optional native kernels for products and attention: the library of the wheel `tformer-kernels`.
 
-The library registers operators with onnxruntime, which take the place of the operators of a product when a file is
-loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32 products are added
-in another order. Without the library, or on a processor that it has no path for, files run as they are. Figures:
+The library registers operators with onnxruntime, which take the place of the operators of a product or an attention when
+a file is loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32 products
+and of attention are added in another order. Without the library, or on a processor that it has no path for, files run as they are. Figures:
 docs/design/kernels.md#native-kernels.
 
-The environment variable TFORMER_KERNELS chooses: `0` for no kernels, or the name of a path, which then computes all
-products, if the processor has it.
+The environment variable TFORMER_KERNELS chooses: `0` for no kernels, `products` for products without attention, or the
+name of a path, which then computes all of both, if the processor has it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tformer_runtime.format.weight_forms import MIDDLE
 logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
-OFF = "0"
-VERSION = 3  # of the library's functions and operator
+OFF, PRODUCTS_ALONE = "0", "products"
+VERSION = 4  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -52,6 +52,7 @@ BITS_OF_PATH: dict[str, tuple[int, ...]] = {
     "neondot": (),
     "scalar": (),
 }
+ATTENTION_PATHS = ("avx512vnni",)  # for which attention was measured to be faster than onnxruntime's
 BITS_OF_QUANTIZATION = {"none": FLOAT_BITS, "int8": 8, "int4": 4}  # of most matrices; a mixture has several
 LIBRARY_NAME = "libtformer_kernels.so"  # on Linux and macOS
 
@@ -62,13 +63,21 @@ class NativeKernels:
     file: the library.
     path: name of the path, such as "avx512vnni".
     bits: bits of the weights that it multiplies.
+    attention_path: the place of the path in the library; None if attention is left to onnxruntime.
     paths: the names of all paths that this processor has.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, file: Path, path: str, bits: tuple[int, ...], paths: Sequence[str]
+        self,
+        library: ctypes.CDLL,
+        file: Path,
+        path: str,
+        bits: tuple[int, ...],
+        attention_path: int | None,
+        paths: Sequence[str],
     ) -> None:
         self.file, self.path, self.bits, self.paths = file, path, bits, tuple(paths)
+        self.attention_path = attention_path
         pointer, integer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
         self._pack8, self._pack4 = library.tformer_kernels_pack8, library.tformer_kernels_pack4
         self._release = library.tformer_kernels_release
@@ -130,12 +139,13 @@ class LoadingProducts:
     """The packed products of one file. Leave the `with` block when the sessions are open.
 
     count: the number of products that kernels compute.
+    attentions: the number of attentions that kernels compute.
     has_small_batch_form: whether a session has onnxruntime's kernels for few rows.
     """
 
     def __init__(self, kernels: NativeKernels, threads: int = 1) -> None:
         """Pack nothing yet. threads: that pack a matrix."""
-        self.kernels, self.count, self.has_small_batch_form = kernels, 0, False
+        self.kernels, self.count, self.attentions, self.has_small_batch_form = kernels, 0, 0, False
         self._threads = threads
         self._handles: dict[tuple[Any, ...], int | None] = {}
 
@@ -149,13 +159,16 @@ class LoadingProducts:
             if handle is not None:
                 self.kernels.release(handle)
 
-    def rewrite(self, model: bytes, folder: Path) -> bytes:
-        """Return the model with operators of the kernels, if `count` is more than 0 then.
+    def rewrite(self, model: bytes, folder: Path, is_float32: bool = True) -> bytes:
+        """Return the model with operators of the kernels, if `count` or `attentions` is more than 0 then.
+
+        is_float32: whether the model's floats are float32.
 
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
         pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
-        model, self.count = replace_products(model, folder, self._pack, pack_float)
+        path = self.kernels.attention_path if is_float32 else None
+        model, self.count, self.attentions = replace_products(model, folder, self._pack, pack_float, path)
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
@@ -222,25 +235,29 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
         if not library.tformer_kernels_registered():
             logger.info("native kernels: this onnxruntime has another interface than %s expects", file)
             return None
-        names = _supported_paths(library)
+        places = _supported_paths(library)
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
-    path = wanted or names[0]
-    bits = ALL_BITS if wanted else BITS_OF_PATH[path]
-    return NativeKernels(library, file, path, bits, names) if path in names and bits else None
+    chosen = wanted not in ("", PRODUCTS_ALONE)
+    path = wanted if chosen else next(iter(places))
+    bits = ALL_BITS if chosen else BITS_OF_PATH.get(path, ())
+    if path not in places or not bits:
+        return None
+    has_attention = wanted != PRODUCTS_ALONE and (chosen or path in ATTENTION_PATHS)
+    return NativeKernels(library, file, path, bits, places[path] if has_attention else None, list(places))
 
 
-def _supported_paths(library: ctypes.CDLL) -> list[str]:
-    """Return the names of the paths that this processor has, the best first."""
+def _supported_paths(library: ctypes.CDLL) -> dict[str, int]:
+    """Return the places of the paths that this processor has, the best first."""
     library.tformer_kernels_path.restype = ctypes.c_char_p
-    names: list[str] = []
+    places: dict[str, int] = {}
     index = 0
     while (name := library.tformer_kernels_path(index)) is not None:
         if library.tformer_kernels_supports(name):
-            names.append(name.decode())
+            places[name.decode()] = index
         index += 1
-    return names
+    return places
 
 
 def _library_file() -> Path | None:

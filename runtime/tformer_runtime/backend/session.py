@@ -269,8 +269,8 @@ class Session:
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
-                model = products.rewrite(model, folder)
-                self._kernels = kernels if products.count else None
+                model = products.rewrite(model, folder, self.manifest.precision == "fp32")
+                self._kernels = kernels if products.count or products.attentions else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None
             model, folder = stack.enter_context(with_derived_weights(model, folder, self._opening_threads))

@@ -127,6 +127,11 @@ class Node:
                     found[name] = number
         return found
 
+    def attribute_names(self) -> list[str]:
+        """Return the names of all attributes."""
+        attributes = (value.content for value in iter_fields(self.encoded) if value.number == NODE_ATTRIBUTE)
+        return [_text(attribute, ATTRIBUTE_NAME) for attribute in attributes]
+
 
 @dataclass(eq=False, repr=False)
 class Graph:

@@ -1,4 +1,4 @@
-"""Replace the operators of a product by one operator of native kernels, in a model that is being loaded.
+"""Replace the operators of a product by one operator of native kernels, in a model that is being loaded; and attention.
 
 The file keeps its standard operators: only the model that onnxruntime gets at load is rewritten. Weights are packed by
 the kernels (`Packer`) and removed from the model, if nothing else reads them.
@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.attention_rewrite import ATTENTION, find_attention, merge_branches
 from tformer_runtime.format.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
@@ -39,49 +41,70 @@ Packer = Callable[[QuantizedProduct, WeightFiles], int | None]
 FloatPacker = Callable[[FloatProduct, WeightFiles], int | None]
 
 
-def replace_products(
-    model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None = None
-) -> tuple[bytes, int]:
-    """Return a model whose products are operators of native kernels, and the number of these products.
+class Rewritten(NamedTuple):
+    """A model, and the numbers of its operators of native kernels."""
 
-    model: as `model_file.read_mapped_model` returns it; it is returned unchanged if no product is replaced.
+    model: bytes
+    products: int = 0
+    attentions: int = 0
+
+
+def replace_products(
+    model: bytes,
+    folder: Path,
+    pack: Packer,
+    pack_float: FloatPacker | None = None,
+    attention_path: int | None = None,
+) -> Rewritten:
+    """Return a model whose products are operators of native kernels, and its attentions.
+
+    model: as `model_file.read_mapped_model` returns it; it is returned unchanged if nothing is replaced.
     folder: of the files with the weights.
     pack_float: None to leave float32 products to onnxruntime.
+    attention_path: the place of the path that computes attention in the library; None to leave it to onnxruntime. The
+        model's floats are float32 then.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
         raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
-    names = (*PRODUCTS, *(FLOAT_PRODUCTS if pack_float is not None else ()))
+    names = [*PRODUCTS, *(FLOAT_PRODUCTS if pack_float is not None else ())]
+    names += [ATTENTION] if attention_path is not None else []
     if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
-        return model, 0  # without parsing it
+        return Rewritten(model)  # without parsing it
     try:
-        return _rewritten(model, folder, pack, pack_float)
+        return _rewritten(model, folder, pack, pack_float, attention_path)
     except ModelFileError:
         raise
     except DAMAGE:
-        return model, 0  # onnxruntime says what is wrong
+        return Rewritten(model)  # onnxruntime says what is wrong
 
 
-def _rewritten(model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None) -> tuple[bytes, int]:
-    """Do as `replace_products` does, for a model that has products."""
+def _rewritten(
+    model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None, attention_path: int | None
+) -> Rewritten:
+    """Do as `replace_products` does, for a model that has products or attentions."""
     parsed = parse_model(model)
     domains = {node.domain for graph in parsed.graph.all_graphs() for node in graph.nodes}
     if DOMAIN in domains:
         raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
     if not domains <= set(KNOWN_DOMAINS):
-        return model, 0
+        return Rewritten(model)
     with WeightFiles(folder) as files:
-        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names())
-        count = sum(replacement.replace_in(graph) for graph in list(_without_loops(parsed.graph)))
-    if not count:
-        return model, 0
+        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), attention_path)
+        graphs = list(_without_loops(parsed.graph))
+        products = sum(replacement.replace_in(graph) for graph in graphs)
+        attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
+    if not products and not attentions:
+        return Rewritten(model)
+    for graph in graphs:
+        merge_branches(graph, DOMAIN)
     remove_unread(parsed.graph)
     for graph in list(parsed.graph.all_graphs()):
         _remove_few_rows_branches(graph)
     remove_unread(parsed.graph)  # what the branches for few rows alone have read
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
-    return parsed.encode(), count
+    return Rewritten(parsed.encode(), products, attentions)
 
 
 def _without_loops(graph: Graph) -> Iterator[Graph]:
@@ -103,6 +126,19 @@ class _Replacement:
     pack: Packer
     pack_float: FloatPacker | None
     inputs: set[str]
+    attention_path: int | None = None
+
+    def replace_attentions(self, graph: Graph) -> int:
+        """Replace the attentions of one graph, without its branches, and return their number."""
+        if self.attention_path is None:
+            return 0
+        count = 0
+        for i, node in enumerate(graph.nodes):
+            new = find_attention(graph, node, self.files, DOMAIN, self.attention_path)
+            if new is not None:
+                graph.nodes[i], count = new, count + 1
+        graph.index()
+        return count
 
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""

@@ -1,0 +1,91 @@
+"""Recognition of attention that native kernels compute: onnxruntime's GroupQueryAttention in float32.
+
+A file for long sequences has an attention twice, as the branches of an `If` on the size of its scores
+(`tformer_export/passes/full_score_attention.py`). The kernels hold the scores of some rows only, so the `If` is replaced
+by one attention.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, new_node, rename_values, tensor_array
+from tformer_runtime.format.quantized_product import CONTRIB
+from tformer_runtime.format.weight_files import WeightFiles
+
+ATTENTION, NATIVE_ATTENTION = "GroupQueryAttention", "Attention"
+PAST, COSINES, SINES, POSITION_IDS, SINK, INPUTS = 3, 7, 8, 9, 11, 12  # inputs of GroupQueryAttention, and their number
+# Attributes that the kernels know, with the values of a node that lacks them; None for those that a node must have
+_DEFAULTS: dict[str, Attribute | None] = {
+    "num_heads": None,
+    "kv_num_heads": None,
+    "scale": None,
+    "causal": 1,
+    "do_rotary": 0,
+    "rotary_interleaved": 0,
+}
+
+
+def find_attention(graph: Graph, node: Node, files: WeightFiles, domain: str, path: int) -> Node | None:
+    """Return the native operator of an attention; None for nodes that the kernels do not compute.
+
+    domain: of the new node. path: the place of the kernels' path in the library.
+    """
+    if node.op_type != ATTENTION or node.domain != CONTRIB:
+        return None
+    settings = _settings(node)
+    inputs = [*node.inputs, *[""] * (INPUTS - len(node.inputs))]
+    if settings is None or len(inputs) > INPUTS or inputs[POSITION_IDS]:
+        return None
+    if not settings["do_rotary"]:
+        inputs[COSINES] = inputs[SINES] = ""
+    outputs = node.outputs
+    if not inputs[PAST]:
+        if inputs[COSINES] or not graph.names_read().isdisjoint(outputs[1:]):
+            return None
+        outputs = outputs[:1]
+    if inputs[SINK] and _is_nothing(graph, inputs[SINK], files):
+        inputs[SINK] = ""
+    del inputs[POSITION_IDS]
+    attributes = {
+        "path": path,
+        "heads": settings["num_heads"],
+        "groups": settings["kv_num_heads"],
+        "causal": settings["causal"],
+        "scale": settings["scale"],
+        "interleaved": settings["rotary_interleaved"],
+    }
+    return new_node(NATIVE_ATTENTION, domain, inputs, outputs, attributes)
+
+
+def merge_branches(graph: Graph, domain: str) -> None:
+    """Replace each `If` whose branches have become the same attention by this attention."""
+    for i, node in enumerate(graph.nodes):
+        branches = list(node.branches.values())
+        inner = [branch.nodes[0] for branch in branches if len(branch.nodes) == 1]
+        if node.op_type != "If" or len(inner) != 2 or any(n.domain != domain for n in inner):
+            continue
+        same = inner[0].inputs == inner[1].inputs and inner[0].attributes() == inner[1].attributes()
+        if same and all(branch.outputs == n.outputs for branch, n in zip(branches, inner, strict=True)):
+            rename_values(inner[0], dict(zip(inner[0].outputs, node.outputs, strict=True)))
+            graph.nodes[i] = inner[0]
+    graph.index()
+
+
+def _settings(node: Node) -> dict[str, int | float] | None:
+    """Return the attributes of an attention with their defaults; None if the kernels do not know them."""
+    given = node.attributes()
+    settings = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+    if not set(node.attribute_names()) <= set(_DEFAULTS):
+        return None
+    numbers = {name: value for name, value in settings.items() if isinstance(value, int | float)}
+    return numbers if len(numbers) == len(_DEFAULTS) and numbers["scale"] > 0 else None
+
+
+def _is_nothing(graph: Graph, name: str, files: WeightFiles) -> bool:
+    """Return whether the sinks of all heads have the lowest score, and so no weight."""
+    tensor = graph.find_tensor(name)
+    if tensor is None or tensor.dtype != np.float32 or not files.is_whole(tensor):
+        return False
+    sinks = tensor_array(tensor, files.read)
+    return sinks is not None and bool((sinks == np.finfo(np.float32).min).all())
