@@ -66,7 +66,7 @@ demo: $(READY)
 # A built library is moved into its place: a process that has loaded the old one keeps it.
 KERNELS = runtime/kernels/tformer_kernels
 COMPILE = cmake -S runtime/kernels -B build/kernels$(1) $(2) > build/kernels$(1).log && \
-  cmake --build build/kernels$(1) --parallel 2 >> build/kernels$(1).log || { cat build/kernels$(1).log; exit 1; }
+  cmake --build build/kernels$(1) --parallel 2 $(3) >> build/kernels$(1).log || { cat build/kernels$(1).log; exit 1; }
 
 kernels:
 	@mkdir -p build
@@ -82,13 +82,13 @@ kernels-emulated: $(READY)
 
 kernels-sanitize:
 	@mkdir -p build
-	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON)
+	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON,--target compare_paths)
 	build/kernels-sanitize/compare_paths 400
 
 kernels-arm:
 	@mkdir -p build
 	@$(call COMPILE,-arm,-DTFORMER_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++)
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++,--target compare_paths)
 	qemu-aarch64 -cpu max build/kernels-arm/compare_paths 100
 
 TESTS = $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder # the slowest files first

@@ -48,12 +48,12 @@ struct Job {
 };
 
 size_t total_of(const AttentionCall& call, size_t b) {
-  return call.last == nullptr ? call.length : static_cast<size_t>(call.last[b]) + 1;
+  return call.last == nullptr ? call.total : static_cast<size_t>(call.last[b]) + 1;
 }
 
 // The number of positions before the new ones. If no sequence has any, new positions beyond a sequence's end are padding.
 size_t past_of(const AttentionCall& call, size_t b) {
-  return call.length >= call.total ? 0 : total_of(call, b) - call.length;
+  return call.slots == 0 || call.length >= call.total ? 0 : total_of(call, b) - call.length;
 }
 
 // Writes the new keys and values of a sequence and a group of heads into the caches.
@@ -66,13 +66,13 @@ void extend(const AttentionCall& call, size_t b, size_t g) {
     std::memcpy(values, call.past_values + old, past * bytes);
   }
   for (size_t i = 0; i < call.length; i++) {
-    const float* key = call.keys + (b * call.length + i) * call.key_stride + g * call.size;
+    const float* key = call.keys.of(b, g) + i * call.keys.position_stride;
     float* into = keys + (past + i) * call.size;
     if (call.cosines != nullptr)
       call.path->rotate(call, past + i, key, into, 1);
     else
       std::memcpy(into, key, bytes);
-    std::memcpy(values + (past + i) * call.size, call.values + (b * call.length + i) * call.value_stride + g * call.size, bytes);
+    std::memcpy(values + (past + i) * call.size, call.values.of(b, g) + i * call.values.position_stride, bytes);
   }
 }
 
@@ -108,10 +108,10 @@ void attend_rows(const Job& job, size_t b, size_t g, size_t begin, size_t end) {
   }
   const size_t cache = (b * call.groups + g) * call.slots * call.size;
   const bool cached = call.slots > 0;
-  const float* keys = cached ? call.key_cache + cache : call.keys + b * call.length * call.key_stride + g * call.size;
-  const float* values = cached ? call.value_cache + cache : call.values + b * call.length * call.value_stride + g * call.size;
-  call.path->attend({queries, rows, count, call.size, keys, values, cached ? call.size : call.key_stride,
-                     cached ? call.size : call.value_stride, memory + 2 * numbers + call.size * KEY_PANEL, stride,
+  const float* keys = cached ? call.key_cache + cache : call.keys.of(b, g);
+  const float* values = cached ? call.value_cache + cache : call.values.of(b, g);
+  call.path->attend({queries, rows, count, call.size, keys, values, cached ? call.size : call.keys.position_stride,
+                     cached ? call.size : call.values.position_stride, memory + 2 * numbers + call.size * KEY_PANEL, stride,
                      memory + 2 * numbers, memory + numbers});
 }
 
@@ -137,20 +137,25 @@ void attend_task(void* data, size_t batch) {
 }  // namespace
 
 const char* attention_refusal(const AttentionCall& call) {
-  if (call.groups == 0 || call.heads % call.groups != 0) return "the number of heads must be a multiple of that of keys";
-  if (call.size == 0 || call.size % 8 != 0) return "the size of a head must be a multiple of 8";
-  if (call.rotated % 2 != 0 || call.rotated > call.size) return "the angles must be at most half as many as a head's numbers";
-  if (call.slots > 0 && call.slots < call.total) return "the cache must have a slot for each position";
-  if (call.slots == 0 && call.total != call.length) return "without a cache, positions attend to new ones alone";
-  if (call.slots > 0 && call.slots < call.length) return "the cache must have a slot for each new position";
+  if (call.groups == 0 || call.heads % call.groups != 0) return "tformer-kernels: heads must share keys in groups of one size";
+  if (call.size == 0) return "tformer-kernels: a head must have numbers";
+  if (call.rotated % 2 != 0 || call.rotated > call.size)
+    return "tformer-kernels: the angles must be at most half as many as a head's numbers";
+  if (call.slots > 0 && call.slots < std::max(call.total, call.length))
+    return "tformer-kernels: the cache must have a slot for each position";
+  if (call.slots == 0 && (call.cosines != nullptr || (call.causal && call.total != call.length)))
+    return "tformer-kernels: earlier positions and rotated keys need a cache";
   for (size_t b = 0; b < call.batch; b++) {
-    const int64_t total = call.last == nullptr ? static_cast<int64_t>(call.length) : int64_t{call.last[b]} + 1;
-    if (total < 1 || total > static_cast<int64_t>(call.total)) return "a sequence must have 1 to `total` positions";
+    const int64_t total = call.last == nullptr ? static_cast<int64_t>(call.total) : int64_t{call.last[b]} + 1;
+    if (total < 1 || total > static_cast<int64_t>(call.total))
+      return "tformer-kernels: a sequence must have 1 to `total` positions";
+    if (call.slots == 0) continue;
     if (call.length < call.total && total < static_cast<int64_t>(call.length))
-      return "a sequence must have as many positions as are new";
-    if (past_of(call, b) > call.past_slots && call.slots > 0) return "the given cache must have all earlier positions";
-    if (call.cosines != nullptr && past_of(call, b) + call.length > call.rotary_positions)
-      return "there must be angles for each position";
+      return "tformer-kernels: a sequence must have as many positions as are new";
+    const size_t past = past_of(call, b);
+    if (past > call.past_slots) return "tformer-kernels: the given cache must have all earlier positions";
+    if (call.cosines != nullptr && past + call.length > call.rotary_positions)
+      return "tformer-kernels: there must be angles for each position";
   }
   return nullptr;
 }
@@ -160,12 +165,12 @@ void attend(const AttentionCall& call, ParallelFor parallel_for, void* context) 
   Job job{&call, call.heads / call.groups, call.length * (call.heads / call.groups), 1, 1};
   const size_t pairs = call.batch * call.groups;
   size_t positions = 0;
-  for (size_t b = 0; b < call.batch; b++) positions += std::max(total_of(call, b), past_of(call, b) + call.length);
+  for (size_t b = 0; b < call.batch; b++) positions += total_of(call, b);
   const size_t average = positions / call.batch;
   const size_t rows = std::clamp(MAX_SCORES / std::max<size_t>(average, 1), MIN_ROWS, MAX_ROWS);
   job.parts = (job.rows + rows - 1) / rows;
   job.tasks = pairs * job.parts;
-  const size_t products = 2 * job.rows * call.groups * positions * call.size / (call.causal && call.length == average ? 2 : 1);
+  const size_t products = 2 * job.rows * call.groups * positions * call.size / (call.causal && call.length >= average ? 2 : 1);
   const size_t batches = std::clamp<size_t>(products / TASK_PRODUCTS, 1, std::min(job.tasks, MAX_TASKS));
   job.tasks_of_a_batch = (job.tasks + batches - 1) / batches;
   if (call.slots > 0) {

@@ -1,4 +1,4 @@
-// Attention of new positions over their own sequence, or over a cache that is extended by them.
+// Attention of new positions over their own sequence, over a cache that is extended by them, or over another sequence.
 //
 // Shapes: B batch, H heads, G key-value heads, N new positions, S slots of the cache, D head size. A group is the H / G
 // heads that share keys and values.
@@ -36,17 +36,26 @@ struct AttentionTile {
   float* sums;                // (rows, D)
 };
 
+// Keys or values: numbers between sequences, heads and positions.
+struct Heads {
+  const float* data;
+  size_t batch_stride, head_stride, position_stride;
+
+  const float* of(size_t b, size_t g) const { return data + b * batch_stride + g * head_stride; }
+};
+
 struct AttentionCall {
   const Path* path;
   size_t batch, heads, groups, length, size;  // B, H, G, N, D
   size_t slots;                 // S of the caches; 0 for none
-  const float *queries, *keys, *values;  // of the new positions
-  size_t query_stride, key_stride, value_stride;  // numbers between positions; heads are next to each other
+  const float* queries;         // of the new positions; heads are next to each other
+  size_t query_stride;          // numbers between positions
+  Heads keys, values;           // of the new positions, or of all positions if there is no cache
   const float *past_keys, *past_values;  // (B, G, past_slots, D); may be the caches
   size_t past_slots;
   float *key_cache, *value_cache;  // (B, G, S, D)
-  const int32_t* last;          // (B), the last position of each sequence
-  size_t total;                 // the greatest number of positions of a sequence
+  const int32_t* last;          // (B), the last position of each sequence; nullptr if all have `total` positions
+  size_t total;                 // the greatest number of positions of a sequence, of keys and values
   bool causal;                  // whether a position attends to no later ones
   float scale;                  // of the scores
   const float *cosines, *sines;  // (positions, rotated / 2): queries and keys are rotated; nullptr for none

@@ -132,14 +132,25 @@ struct Attention {
     functions[rows - 1](product);
   }
 
-  // Columns of any number that WIDTH divides. Few rows have more columns at once, so that sums do not wait for each other.
+  static void multiply_column(size_t rows, const Product& product) {
+    for (size_t r = 0; r < rows; r++) {
+      float sum = product.adds ? product.out[r * product.out_stride] : 0;
+      for (size_t k = 0; k < product.count; k++)
+        sum = std::fma(product.x[r * product.x_stride + k], product.w[k * product.w_stride], sum);
+      product.out[r * product.out_stride] = sum;
+    }
+  }
+
+  // Few rows have more columns at once, so that sums do not wait for each other.
   static void multiply_columns(size_t rows, size_t columns, Product product) {
     if (rows <= MAX_ROWS / 2)
       for (; columns >= 4 * WIDTH; columns -= 4 * WIDTH, product.w += 4 * WIDTH, product.out += 4 * WIDTH)
         multiply_rows<MAX_ROWS / 2, 4>(rows, product);
     for (; columns >= 2 * WIDTH; columns -= 2 * WIDTH, product.w += 2 * WIDTH, product.out += 2 * WIDTH)
       multiply_rows<MAX_ROWS, 2>(rows, product);
-    if (columns > 0) multiply_rows<MAX_ROWS, 1>(rows, product);
+    for (; columns >= WIDTH; columns -= WIDTH, product.w += WIDTH, product.out += WIDTH)
+      multiply_rows<MAX_ROWS, 1>(rows, product);
+    for (; columns > 0; columns--, product.w++, product.out++) multiply_column(rows, product);
   }
 
   // Blocks of at most MAX_ROWS rows, and the positions that their rows attend to, rounded up to SCORE_LANES.
@@ -156,8 +167,9 @@ struct Attention {
 
   // The keys of a panel, so that a vector has one number of WIDTH keys. The last vector may repeat the last key.
   static void pack_panel(const AttentionTile& tile, size_t position, size_t end) {
-    for (size_t key = 0; key < KEY_PANEL && position + key < end; key += WIDTH)
-      for (size_t d = 0; d < tile.size; d += WIDTH) {
+    for (size_t key = 0; key < KEY_PANEL && position + key < end; key += WIDTH) {
+      size_t d = 0;
+      for (; d + WIDTH <= tile.size; d += WIDTH) {
         Type block[WIDTH];
         unroll<static_cast<int>(WIDTH)>(UNROLLED(i) {
           const float* from = tile.keys + std::min(position + key + i, end - 1) * tile.key_stride + d;
@@ -167,6 +179,10 @@ struct Attention {
         transpose<static_cast<int>(WIDTH)>(block);
         unroll<static_cast<int>(WIDTH)>(UNROLLED(i) { Vector::store(tile.panel + (d + i) * KEY_PANEL + key, block[i]); });
       }
+      for (; d < tile.size; d++)
+        for (size_t i = 0; i < WIDTH; i++)
+          tile.panel[d * KEY_PANEL + key + i] = tile.keys[std::min(position + key + i, end - 1) * tile.key_stride + d];
+    }
   }
 
   static void score(const AttentionTile& tile, size_t end) {

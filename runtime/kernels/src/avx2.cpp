@@ -1,4 +1,5 @@
 // AVX2: VPMADDUBSW adds two products in 16 bits, which int8 columns must keep in range (`Path::limits_pairs`).
+#include "attention_rows.h"
 #include "avx2_floats.h"
 #include "avx2_tiles.h"
 #include "paths.h"
@@ -30,7 +31,13 @@ bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_suppor
 
 }  // namespace
 
+void attend_avx2(const AttentionTile& tile) { Attention<Vector256, 6>::run(tile); }
+
+void rotate_avx2(const AttentionCall& call, size_t position, const float* from, float* into, float scale) {
+  rotate_head(call, position, from, into, scale);
+}
+
 constinit const Path AVX2 = {"avx2", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, true, quantise_avx2,
-                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_head};
+                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_avx2};
 
 }  // namespace tformer

@@ -1,9 +1,8 @@
-// Products and attention of float32 with 256-bit vectors.
+// Vectors of 256 bits for float32, and products with them.
 #pragma once
 
 #include <immintrin.h>
 
-#include "attention_rows.h"
 #include "panel_floats.h"
 
 namespace tformer {
@@ -31,8 +30,6 @@ struct Vector256 {
 };
 
 inline void multiply_float_avx2(const FloatTile& tile) { PanelFloats<Vector256>::multiply(tile); }
-
-inline void attend_avx2(const AttentionTile& tile) { Attention<Vector256, 6>::run(tile); }
 
 }  // namespace
 }  // namespace tformer

@@ -1,17 +1,16 @@
-// Products and attention of float32 with AVX-512. Each number of a result is one chain of fused multiply-additions, as in scalar.cpp: a
+// Products of float32 with AVX-512, and vectors for attention. Each number of a result is one chain of fused multiply-additions, as in scalar.cpp: a
 // tile has at least as many chains as the processor has in flight.
 #pragma once
 
 #include <immintrin.h>
 
-#include "avx2_floats.h"
 #include "blocks.h"
 
 namespace tformer {
 namespace {
 
 constexpr size_t FLOAT_COLUMNS = 32;     // of a group: two vectors
-constexpr int FLOAT_TILE_ROWS = 12;           // 24 registers of sums; rows of 4096 bytes are in different ways of a cache
+constexpr int FLOAT_ROWS = 12;           // 24 registers of sums; rows of 4096 bytes are in different ways of a cache
 constexpr size_t FLOAT_STEP = 4;         // rows of weights between prefetches
 constexpr size_t FLOAT_PREFETCH = 8192;  // bytes ahead, if weights are read once
 
@@ -85,7 +84,7 @@ struct FloatKernel {
 inline void multiply_float_avx512(const FloatTile& tile) {
   constexpr size_t panels = FLOAT_COLUMNS / PANEL;
   for (size_t p = tile.panel_begin; p < tile.panel_end; p += panels)
-    for_rows<FloatKernel, panels, FLOAT_TILE_ROWS>(tile, p, tile.matrix->floats(p));
+    for_rows<FloatKernel, panels, FLOAT_ROWS>(tile, p, tile.matrix->floats(p));
 }
 
 struct Vector512 {
@@ -108,14 +107,6 @@ struct Vector512 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, limit, _CMP_NLT_UQ), value);
   }
 };
-
-// Heads whose size 16 does not divide have the vectors of AVX2.
-inline void attend_avx512(const AttentionTile& tile) {
-  if (tile.size % Vector512::WIDTH == 0)
-    Attention<Vector512, FLOAT_TILE_ROWS>::run(tile);
-  else
-    attend_avx2(tile);
-}
 
 }  // namespace
 }  // namespace tformer

@@ -1,6 +1,7 @@
 // AVX-512 VNNI: VPDPBUSD adds 4 products to each of 16 sums.
 #include <immintrin.h>
 
+#include "attention_rows.h"
 #include "avx512_floats.h"
 #include "avx512_rows.h"
 #include "blocks.h"
@@ -217,7 +218,15 @@ bool supported() {
 
 }  // namespace
 
+// Heads whose size 16 does not divide have the vectors of AVX2.
+void attend_avx512(const AttentionTile& tile) {
+  if (tile.size % Vector512::WIDTH == 0)
+    Attention<Vector512, FLOAT_ROWS>::run(tile);
+  else
+    attend_avx2(tile);
+}
+
 constinit const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8,
-                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_head};
+                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_avx2};
 
 }  // namespace tformer

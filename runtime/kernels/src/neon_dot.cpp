@@ -1,4 +1,5 @@
 // Arm with SDOT (Armv8.2).
+#include "attention_rows.h"
 #include "neon_floats.h"
 #include "neon_rows.h"
 #include "paths.h"
@@ -20,7 +21,13 @@ bool supported() { return has_feature(16, 20, "hw.optional.arm.FEAT_DotProd"); }
 
 }  // namespace
 
+void attend_neon(const AttentionTile& tile) { Attention<Vector128, 12>::run(tile); }
+
+void rotate_neon(const AttentionCall& call, size_t position, const float* from, float* into, float scale) {
+  rotate_head(call, position, from, into, scale);
+}
+
 constinit const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
-                                 multiply4, PANEL, multiply_float_neon, attend_neon, rotate_head};
+                                 multiply4, PANEL, multiply_float_neon, attend_neon, rotate_neon};
 
 }  // namespace tformer

@@ -1,9 +1,8 @@
-// Products and attention of float32 with Arm's 128-bit vectors.
+// Arm's vectors of 128 bits for float32, and products with them.
 #pragma once
 
 #include <arm_neon.h>
 
-#include "attention_rows.h"
 #include "panel_floats.h"
 
 namespace tformer {
@@ -31,8 +30,6 @@ struct Vector128 {
 };
 
 inline void multiply_float_neon(const FloatTile& tile) { PanelFloats<Vector128>::multiply(tile); }
-
-inline void attend_neon(const AttentionTile& tile) { Attention<Vector128, 12>::run(tile); }
 
 }  // namespace
 }  // namespace tformer

@@ -15,6 +15,16 @@ extern const Path NEON_I8MM, NEON_DOT;
 #endif
 extern const Path SCALAR;
 
+// Functions that several paths share
+#if defined(__x86_64__)
+void attend_avx2(const AttentionTile& tile);
+void attend_avx512(const AttentionTile& tile);
+void rotate_avx2(const AttentionCall& call, size_t position, const float* from, float* into, float scale);
+#elif defined(__aarch64__)
+void attend_neon(const AttentionTile& tile);
+void rotate_neon(const AttentionCall& call, size_t position, const float* from, float* into, float scale);
+#endif
+
 // The path at this place of the list; nullptr beyond its end.
 const Path* path_at(size_t index);
 

@@ -11,6 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "../src/attention.h"
+#include "../src/paths.h"
+
 extern "C" {
 const char* tformer_kernels_path(uint32_t index);
 int32_t tformer_kernels_supports(const char* path);
@@ -124,7 +127,7 @@ int64_t pack_floats(const Case& test, const char* path, const std::vector<float>
 }
 
 bool is_same(const float* actual, const float* expected, size_t count) {
-  return std::memcmp(actual, expected, count * sizeof(float)) == 0;
+  return count == 0 || std::memcmp(actual, expected, count * sizeof(float)) == 0;
 }
 
 // Products of float32: all paths agree, and a row that is alone agrees with itself among others.
@@ -144,6 +147,105 @@ void compare_floats(const Case& test, const std::vector<std::string>& paths) {
         is_same(alone.data(), expected.data() + row * test.columns, test.columns))
       continue;
     std::printf("%s differs: float32, inner %zu, columns %zu, rows %zu\n", path.c_str(), test.inner, test.columns, test.rows);
+    std::exit(1);
+  }
+}
+
+void one_by_one(void*, void (*function)(void*, size_t), size_t count, void* data) {
+  for (size_t i = count; i-- > 0;) function(data, i);  // the last first: tasks do not depend on each other
+}
+
+struct AttentionCase {
+  size_t batch, heads, groups, length, size, slots, total, rotated, positions;
+  bool cached, causal, has_bias, has_sinks, interleaved;
+  std::vector<float> queries, keys, values, past_keys, past_values, cosines, sines, bias, sinks;
+  std::vector<int32_t> last;
+};
+
+AttentionCase draw_attention() {
+  AttentionCase test;
+  test.cached = below(3);
+  test.groups = 1 + below(3);
+  test.heads = test.groups * (1 + below(4));
+  test.batch = 1 + below(3);
+  test.length = 1 + below(below(2) ? 4 : 90);
+  test.size = 1 + below(80);
+  if (below(2)) test.size = (test.size + 7) / 8 * 8;
+  test.causal = test.cached && below(4);
+  test.has_bias = below(3) == 0;
+  test.has_sinks = below(3) == 0;
+  test.interleaved = below(2);
+  const size_t past = test.cached && below(2) ? 1 + below(200) : 0;
+  test.total = test.cached ? past + test.length : 1 + below(150);
+  for (size_t b = 0; b < test.batch; b++) {
+    const size_t fewest = past > 0 ? test.length : test.cached ? 1 : test.total;
+    test.last.push_back(static_cast<int32_t>((b == 0 ? test.total : fewest + below(test.total - fewest + 1)) - 1));
+  }
+  test.slots = test.cached ? test.total + below(5) : 0;
+  test.rotated = test.cached && below(2) ? 2 * below(test.size / 2 + 1) : 0;
+  test.positions = test.cached ? test.length : test.total;  // of the given keys
+  test.queries = numbers(test.batch * test.length * test.heads * test.size, uniform);
+  test.keys = numbers(test.batch * test.positions * test.groups * test.size, uniform);
+  test.values = numbers(test.batch * test.positions * test.groups * test.size, uniform);
+  test.past_keys = numbers(test.batch * test.groups * test.slots * test.size, uniform);
+  test.past_values = numbers(test.batch * test.groups * test.slots * test.size, uniform);
+  test.cosines = numbers(test.total * (test.rotated / 2), uniform);
+  test.sines = numbers(test.total * (test.rotated / 2), uniform);
+  test.bias = numbers(test.batch * test.length * test.total, uniform);
+  test.sinks = numbers(test.heads, uniform);
+  return test;
+}
+
+struct AttentionResult {
+  std::vector<float> out, keys, values;
+
+  bool operator==(const AttentionResult& other) const {
+    return out.size() == other.out.size() && is_same(out.data(), other.out.data(), out.size()) &&
+           is_same(keys.data(), other.keys.data(), keys.size()) && is_same(values.data(), other.values.data(), values.size());
+  }
+};
+
+AttentionResult attend_with(const AttentionCase& test, const std::string& path) {
+  using namespace tformer;
+  AttentionResult result{std::vector<float>(test.queries.size(), NAN), test.past_keys, test.past_values};
+  AttentionCall call{};
+  call.path = find_path(path.c_str());
+  call.batch = test.batch, call.heads = test.heads, call.groups = test.groups;
+  call.length = test.length, call.size = test.size, call.slots = test.slots, call.total = test.total;
+  call.queries = test.queries.data(), call.query_stride = test.heads * test.size;
+  const size_t width = test.groups * test.size;
+  call.keys = {test.keys.data(), test.positions * width, test.size, width};
+  call.values = {test.values.data(), test.positions * width, test.size, width};
+  call.last = test.last.data(), call.causal = test.causal, call.scale = 0.5f;
+  if (test.cached) {
+    call.past_keys = call.key_cache = result.keys.data();
+    call.past_values = call.value_cache = result.values.data();
+    call.past_slots = test.slots;
+  }
+  if (test.rotated > 0) {
+    call.cosines = test.cosines.data(), call.sines = test.sines.data();
+    call.rotated = test.rotated, call.rotary_positions = test.total, call.interleaved = test.interleaved;
+  }
+  if (test.has_bias) {
+    call.bias = test.bias.data(), call.bias_row_stride = test.total, call.bias_batch_stride = test.length * test.total;
+  }
+  if (test.has_sinks) call.sinks = test.sinks.data();
+  call.out = result.out.data();
+  if (attention_refusal(call) != nullptr) {
+    std::printf("%s\n", attention_refusal(call));
+    std::abort();
+  }
+  attend(call, one_by_one, nullptr);
+  return result;
+}
+
+void compare_attention(const std::vector<std::string>& paths) {
+  const AttentionCase test = draw_attention();
+  const AttentionResult expected = attend_with(test, "scalar");
+  for (const auto& path : paths) {
+    if (attend_with(test, path) == expected) continue;
+    std::printf("%s differs: attention, batch %zu, heads %zu of %zu, groups %zu, new %zu, total %zu\n", path.c_str(),
+                test.batch, test.heads, test.size, test.groups, test.length, test.total);
     std::exit(1);
   }
 }
@@ -192,9 +294,10 @@ int main(int count, char** arguments) {
     const Case test = draw();
     compare(test, paths);
     compare_floats(test, paths);
+    compare_attention(paths);
   }
   if (tformer_kernels_matrices() != 0) std::abort();
-  std::printf("%d products are the same on", rounds);
+  std::printf("%d products and attentions are the same on", rounds);
   for (const auto& path : paths) std::printf(" %s", path.c_str());
   std::printf("\n");
 }

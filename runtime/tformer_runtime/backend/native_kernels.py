@@ -1,12 +1,13 @@
 """Optional native kernels for products and attention: the library of the wheel `tformer-kernels`.
 
-The library registers operators with onnxruntime, which take the place of the operators of a product or an attention when
-a file is loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32 products
-and of attention are added in another order. Without the library, or on a processor that it has no path for, files run as they are. Figures:
-docs/design/kernels.md#native-kernels.
+The library registers operators with onnxruntime, which take the place of the operators of a product or an attention
+when a file is loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32
+products and of attention are added in another order. Without the library, or on a processor that it has no path for,
+files run as they are. Figures: docs/design/kernels.md#native-kernels.
 
-The environment variable TFORMER_KERNELS chooses: `0` for no kernels, `products` for products without attention, or the
-name of a path, which then computes all of both, if the processor has it.
+The environment variable TFORMER_KERNELS chooses: `0` for no kernels; the name of a path, which then computes all
+products and attentions, if the processor has it; `products`, alone or after a path and a comma, to leave attention to
+onnxruntime.
 """
 
 from __future__ import annotations
@@ -239,12 +240,13 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
-    chosen = wanted not in ("", PRODUCTS_ALONE)
-    path = wanted if chosen else next(iter(places))
+    parts = [part for part in wanted.split(",") if part]
+    chosen = [part for part in parts if part != PRODUCTS_ALONE]
+    path = chosen[0] if chosen else next(iter(places))
     bits = ALL_BITS if chosen else BITS_OF_PATH.get(path, ())
-    if path not in places or not bits:
+    if path not in places or len(chosen) > 1 or not bits:
         return None
-    has_attention = wanted != PRODUCTS_ALONE and (chosen or path in ATTENTION_PATHS)
+    has_attention = PRODUCTS_ALONE not in parts and (bool(chosen) or path in ATTENTION_PATHS)
     return NativeKernels(library, file, path, bits, places[path] if has_attention else None, list(places))
 
 

@@ -1,11 +1,13 @@
-"""Recognition of attention that native kernels compute: onnxruntime's GroupQueryAttention in float32.
+"""Recognition of attention that native kernels compute: onnxruntime's GroupQueryAttention and MultiHeadAttention.
 
 A file for long sequences has an attention twice, as the branches of an `If` on the size of its scores
-(`tformer_export/passes/full_score_attention.py`). The kernels hold the scores of some rows only, so the `If` is replaced
-by one attention.
+(`tformer_export/passes/full_score_attention.py`). The kernels hold the scores of some rows only, so the `If` is
+replaced by one attention.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -13,8 +15,10 @@ from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, new_node, 
 from tformer_runtime.format.quantized_product import CONTRIB
 from tformer_runtime.format.weight_files import WeightFiles
 
-ATTENTION, NATIVE_ATTENTION = "GroupQueryAttention", "Attention"
+ATTENTION, CONTEXT_ATTENTION = "GroupQueryAttention", "MultiHeadAttention"
+NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION = "Attention", "ContextAttention"
 PAST, COSINES, SINES, POSITION_IDS, SINK, INPUTS = 3, 7, 8, 9, 11, 12  # inputs of GroupQueryAttention, and their number
+CONTEXT_BIAS, CONTEXT_INPUTS = 5, 6  # of MultiHeadAttention
 # Attributes that the kernels know, with the values of a node that lacks them; None for those that a node must have
 _DEFAULTS: dict[str, Attribute | None] = {
     "num_heads": None,
@@ -24,6 +28,7 @@ _DEFAULTS: dict[str, Attribute | None] = {
     "do_rotary": 0,
     "rotary_interleaved": 0,
 }
+_CONTEXT_DEFAULTS: dict[str, Attribute | None] = {"num_heads": None, "scale": None}
 
 
 def find_attention(graph: Graph, node: Node, files: WeightFiles, domain: str, path: int) -> Node | None:
@@ -31,9 +36,27 @@ def find_attention(graph: Graph, node: Node, files: WeightFiles, domain: str, pa
 
     domain: of the new node. path: the place of the kernels' path in the library.
     """
-    if node.op_type != ATTENTION or node.domain != CONTRIB:
+    if node.domain != CONTRIB:
         return None
-    settings = _settings(node)
+    if node.op_type == ATTENTION:
+        return _over_a_cache(graph, node, files, domain, path)
+    return _over_a_context(node, domain, path) if node.op_type == CONTEXT_ATTENTION else None
+
+
+def _over_a_context(node: Node, domain: str, path: int) -> Node | None:
+    settings = _settings(node, _CONTEXT_DEFAULTS)
+    inputs = [*node.inputs, *[""] * (CONTEXT_INPUTS - len(node.inputs))]
+    if settings is None or len(inputs) > CONTEXT_INPUTS or len(node.outputs) > 1:
+        return None
+    query, key, value, *others, bias = inputs
+    if any(others) or not (query and key and value):
+        return None
+    attributes = {"path": path, "heads": settings["num_heads"], "scale": settings["scale"]}
+    return new_node(NATIVE_CONTEXT_ATTENTION, domain, [query, key, value, bias], node.outputs, attributes)
+
+
+def _over_a_cache(graph: Graph, node: Node, files: WeightFiles, domain: str, path: int) -> Node | None:
+    settings = _settings(node, _DEFAULTS)
     inputs = [*node.inputs, *[""] * (INPUTS - len(node.inputs))]
     if settings is None or len(inputs) > INPUTS or inputs[POSITION_IDS]:
         return None
@@ -72,14 +95,13 @@ def merge_branches(graph: Graph, domain: str) -> None:
     graph.index()
 
 
-def _settings(node: Node) -> dict[str, int | float] | None:
+def _settings(node: Node, defaults: Mapping[str, Attribute | None]) -> dict[str, int | float] | None:
     """Return the attributes of an attention with their defaults; None if the kernels do not know them."""
-    given = node.attributes()
-    settings = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
-    if not set(node.attribute_names()) <= set(_DEFAULTS):
+    if not set(node.attribute_names()) <= set(defaults):
         return None
+    settings = {**defaults, **node.attributes()}
     numbers = {name: value for name, value in settings.items() if isinstance(value, int | float)}
-    return numbers if len(numbers) == len(_DEFAULTS) and numbers["scale"] > 0 else None
+    return numbers if len(numbers) == len(defaults) and numbers["scale"] > 0 else None
 
 
 def _is_nothing(graph: Graph, name: str, files: WeightFiles) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.attention_rewrite import ATTENTION, find_attention, merge_branches
+from tformer_runtime.format.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
 from tformer_runtime.format.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
@@ -68,7 +68,7 @@ def replace_products(
     if OPERATOR.encode() in model:
         raise ModelFileError(f"the file's graph has operators of {DOMAIN}, which exist in memory alone")
     names = [*PRODUCTS, *(FLOAT_PRODUCTS if pack_float is not None else ())]
-    names += [ATTENTION] if attention_path is not None else []
+    names += [ATTENTION, CONTEXT_ATTENTION] if attention_path is not None else []
     if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
         return Rewritten(model)  # without parsing it
     try:

@@ -1,0 +1,80 @@
+// What the operators share: errors as statuses, attributes, the threads of onnxruntime, and the description of an operator.
+#pragma once
+
+#include <new>
+
+#include "ort_abi.h"
+
+namespace tformer {
+namespace {
+
+constexpr size_t MAX_RANK = 8;
+
+struct Failure {
+  ort::Status* status;
+};
+
+[[maybe_unused]] inline void check(ort::Status* status) {
+  if (status != nullptr) throw Failure{status};
+}
+
+[[noreturn]] inline void fail(const ort::Api* api, const char* message) {
+  throw Failure{ort::CreateStatus::call(api, ort::INVALID_ARGUMENT, message)};
+}
+
+// Runs a function and returns its error as a status: no exception may reach onnxruntime.
+template <class Body>
+ort::Status* guarded(const ort::Api* api, const Body& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (const std::bad_alloc&) {
+    return ort::CreateStatus::call(api, ort::FAIL, "tformer-kernels: bad_alloc, there is not enough memory");
+  } catch (...) {
+    return ort::CreateStatus::call(api, ort::FAIL, "tformer-kernels: an unexpected error");
+  }
+}
+
+[[maybe_unused]] inline int64_t integer(const ort::Api* api, const ort::KernelInfo* info, const char* name) {
+  int64_t value = 0;
+  check(ort::KernelInfoGetAttribute_int64::call(api, info, name, &value));
+  return value;
+}
+
+[[maybe_unused]] inline float number(const ort::Api* api, const ort::KernelInfo* info, const char* name) {
+  float value = 0;
+  check(ort::KernelInfoGetAttribute_float::call(api, info, name, &value));
+  return value;
+}
+
+struct Parallel {
+  const ort::Api* api;
+  ort::KernelContext* context;
+};
+
+// A batch for each task: threads take tasks one by one, so that a thread which the system delays leaves its share to the others.
+[[maybe_unused]] inline void parallel_for(void* context, void (*function)(void*, size_t), size_t count, void* data) {
+  auto* parallel = static_cast<Parallel*>(context);
+  check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, count, data));
+}
+
+// An operator of the CPU with one input and one result of float32.
+[[maybe_unused]] inline ort::CustomOp describe_common() {
+  ort::CustomOp op{};
+  op.version = ort::API_VERSION;
+  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputType = op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::FLOAT; };
+  op.GetInputTypeCount = op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
+  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return ort::REQUIRED; };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
+  op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
+  return op;
+}
+
+}  // namespace
+}  // namespace tformer
