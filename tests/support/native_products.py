@@ -72,8 +72,12 @@ def kernels_of(path: str) -> NativeKernels:
 
 
 def native_operators(file: Path) -> set[str]:
-    """Return the operators of a file after each product that native kernels can compute is replaced."""
-    model = replace_products(*read_mapped_model(file), lambda product, files: 1, lambda product, files: 1).model
+    """Return the operators of a file after each product and attention that native kernels can compute is replaced."""
+
+    def pack(product: object, files: object) -> int:
+        return 1
+
+    model = replace_products(*read_mapped_model(file), pack, pack, attention_path=0).model
     return {node.op_type for graph in parse_model(model).graph.all_graphs() for node in graph.nodes}
 
 

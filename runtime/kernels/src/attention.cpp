@@ -14,7 +14,9 @@ constexpr size_t MIN_ROWS = 12;             // of a task that is one of several 
 constexpr size_t MAX_SCORES = 1 << 18;      // of a task, where MIN_ROWS have no more
 constexpr size_t TASK_PRODUCTS = 1 << 16;   // multiplications worth a task
 constexpr size_t MAX_TASKS = 256;
-constexpr size_t COPY_NUMBERS = 1 << 15;    // numbers of new keys that are worth a task
+// New keys of so many numbers are written by several threads. Fewer are not: pages of a new cache that two threads touch
+// for the first time cost both milliseconds.
+constexpr size_t COPY_NUMBERS = 1 << 20;
 
 // Memory of a thread.
 struct Scratch {
