@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -292,11 +293,12 @@ class BeamSearch:
             if not group.task.rules and group.task.guide is None:
                 forbidden_ids += [NO_IDS] * group.width
                 continue
-            for ids in self._beam_ids(group):
+            same_for_all = group.task.forbids_by_length
+            for ids in islice(self._beam_ids(group), 1 if same_for_all else None):
                 beam_ids = group.task.forbidden_ids(ids)
                 if beam_ids is None:
                     return None
-                forbidden_ids.append(beam_ids)
+                forbidden_ids += [beam_ids] * (group.width if same_for_all else 1)
         return forbidden_ids
 
     def _apply_rules(self, group: _Beams, level: int, scores: F32) -> None:

@@ -51,7 +51,12 @@ class Rule(Protocol):
 
 
 class ForbiddingRule(ABC):
-    """A rule that only forbids ids, at most steps."""
+    """A rule that only forbids ids, at most steps.
+
+    reads_length_alone: whether rows of the same length have the same forbidden ids.
+    """
+
+    reads_length_alone = False
 
     @abstractmethod
     def forbidden(self, ids: Ints, prompt: int) -> Ints | None:
@@ -75,6 +80,11 @@ def forbidden_ids(rules: Sequence[Rule], ids: Ints, prompt: int) -> Ints | None:
         if len(ids_of_rule):
             parts.append(ids_of_rule)
     return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_IDS
+
+
+def read_length_alone(rules: Sequence[Rule]) -> bool:
+    """Return whether rules only forbid ids, the same for all rows of one length."""
+    return all(isinstance(rule, ForbiddingRule) and rule.reads_length_alone for rule in rules)
 
 
 def make_rules(settings: Settings, special: SpecialTokens, vocabulary: int) -> list[Rule]:
@@ -206,6 +216,8 @@ class SuppressSequences(ForbiddingRule):
 class Suppress(ForbiddingRule):
     """Forbids some ids at every step."""
 
+    reads_length_alone = True
+
     def __init__(self, tokens: Iterable[int]) -> None:
         self._tokens = np.array(list(tokens), np.int64)
 
@@ -237,6 +249,8 @@ class SuppressUntil(Suppress):
 
 class FirstToken(ForbiddingRule):
     """Forces the first generated id, with a score of 0, so that it costs nothing in beam search."""
+
+    reads_length_alone = True
 
     def __init__(self, token: int) -> None:
         self._token = token

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.decoding.constraints import Guide
-from tformer_runtime.decoding.logit_rules import Rule, forbidden_ids
+from tformer_runtime.decoding.logit_rules import Rule, forbidden_ids, read_length_alone
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.engine.step_outputs import StepHistory
@@ -143,6 +144,11 @@ class SequenceTask:
     def is_complete(self, guide: Guide | None) -> bool:
         """Return whether a constrained text is complete and the model has no end token for it."""
         return guide is not None and not self.end_ids and guide.must_end
+
+    @cached_property
+    def forbids_by_length(self) -> bool:
+        """Whether `forbidden_ids` is the same for all rows of one length."""
+        return self.guide is None and read_length_alone(self.rules)
 
     def forbidden_ids(self, ids: Ints) -> Ints | None:
         """Return the ids that may not be the next token of a row; None if rules or a grammar do more than forbid ids.
