@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.backend.binding import closed_error
 from tformer_runtime.backend.native_kernels import kernels_for
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
@@ -129,9 +130,37 @@ class Model:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""
+        self.must_be_open()
         session = self.engine.session
         resources = session.threads, self.budget.limit, session.verified, session.max_run_seconds
         return Model.load, (session.path.resolve(), session.device, *resources)
+
+    def close(self) -> None:
+        """Free the weights, and the device's memory on CUDA. It may be called again; `with` calls it at the end.
+
+        Later calls raise UnsupportedCallError, but `memory`. Requests that other threads run at this moment end with
+        their result or with this error, and the weights are freed with the last of their runs. Conversations, cached
+        prefixes and unfinished streams keep their caches until they are released, but not the weights. A model that
+        shares the engine of this one is closed, too.
+        """
+        self.engine.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engine.session.closed
+
+    def must_be_open(self) -> None:
+        """Raise UnsupportedCallError if the model is closed."""
+        if self.closed:
+            raise closed_error()
+
+    def __enter__(self) -> Model:
+        self.must_be_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def device(self) -> str:
@@ -313,6 +342,7 @@ class Model:
         Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not forecast.
         Cost: see `Forecaster.batch`.
         """
+        self.must_be_open()
         steps = self._forecaster.steps(horizon)
         return self._forecaster.batch([self._forecaster.window(history, steps, truncate)], steps)[0]
 
@@ -331,6 +361,7 @@ class Model:
         workers: batches that run in parallel.
         Other arguments and errors as of `forecast`. An error has the number of its history, from 1.
         """
+        self.must_be_open()
         return self._forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
 
     def align(self, source: Input, target: Value, adapter: str | None = None) -> npt.NDArray[np.float32]:
@@ -348,6 +379,7 @@ class Model:
 
     def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
         """Return labels for a result's cross_attentions: the source token of each column, the token of each row."""
+        self.must_be_open()
         step = self.engine.decode.step.name
         length = 0 if result.cross_attentions is None else result.cross_attentions.shape[1]
         return self.inputs.source_labels(source, length), self.inputs.token_labels(step, result.token_ids)
@@ -398,6 +430,7 @@ class Model:
         A generative speech recognizer returns the results of `transcribe_batch`.
         Raise UnsupportedCallError for other models that decode. An InputError has the number of its input, from 1.
         """
+        self.must_be_open()
         if is_speech_to_text(self.manifest):
             if truncate:
                 raise OptionError(
@@ -587,6 +620,7 @@ class Model:
             num_beams: hypotheses at each step.
         Other arguments as of `predict`.
         """
+        self.must_be_open()
         sounds = _check_several(sounds)
         if is_speech_to_text(self.manifest):
             return self._transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
@@ -598,6 +632,7 @@ class Model:
 
         kernels: such as "native kernels avx512vnni"; None if onnxruntime's operators compute all products.
         """
+        self.must_be_open()
         session = self.engine.session
         return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
 
@@ -711,6 +746,8 @@ class Model:
         return task
 
     def _must_not_forecast(self, call: str) -> None:
+        """Raise UnsupportedCallError for a forecaster, as for a closed model: all other calls begin here."""
+        self.must_be_open()
         if SeriesPreprocessor.of(self.manifest) is not None:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"

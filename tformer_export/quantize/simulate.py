@@ -33,6 +33,7 @@ from tformer_export.quantize.activations_int8 import (
 )
 from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices, find_tables
 from tformer_export.quantize.rounding import round_nearest
+from tformer_runtime.backend.binding import Binding
 from tformer_runtime.backend.session import Session, SessionName
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.engine.engine import Engine
@@ -108,11 +109,11 @@ class _ExchangeableSession(Session):
         super().__init__(path, "cpu", native_kernels=False)
         self.exchanged: dict[str, Any] = {}
 
-    def new_binding(self, stage: SessionName) -> Any:
-        io = super().new_binding(stage)
+    def new_binding(self, stage: SessionName) -> Binding:
+        binding = super().new_binding(stage)
         for name, value in self.exchanged.items():
-            io.bind_ortvalue_input(name, value)
-        return io
+            binding.native.bind_ortvalue_input(name, value)
+        return binding
 
 
 def _table(initializer: ir.Value) -> Array:
