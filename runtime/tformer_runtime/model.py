@@ -180,8 +180,12 @@ class Model:
         """
         settings = self.settings(options, overrides)
         input = input if images is None else self.pictured_prompt(input, images)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
+        request = self.request(input, settings, prefix)
         return generate_all(self.generator, [request], settings)[0]
+
+    def request(self, input: Input, settings: Settings, prefix: CachedPrefix | None = None) -> Request:
+        """Return the request of one input. Arguments and errors as of `generate`."""
+        return make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
 
     def cache_prefix(self, input: Input, adapter: str | None = None) -> CachedPrefix:
         """Compute the cache of an input once, as the prefix of many requests: `generate(…, prefix=prefix)`.
@@ -291,7 +295,7 @@ class Model:
         """
         settings = self.stream_settings(options, overrides)
         input = input if images is None else self.pictured_prompt(input, images)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
+        request = self.request(input, settings, prefix)
         return generate_stream(self.generator, request, settings)
 
     def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
