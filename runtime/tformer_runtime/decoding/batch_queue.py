@@ -100,7 +100,7 @@ class BatchQueue(Generic[Row]):
 
     def cancel(self, call: QueuedCall[Row], error: Exception) -> None:
         """End a call with an error. A batch that is computed goes on for other calls."""
-        if not call.finished:
+        if self._is_open(call):
             self._end(call, error)
 
     def step(self) -> list[QueuedCall[Row]]:
@@ -146,7 +146,7 @@ class BatchQueue(Generic[Row]):
     def _cancel_late(self) -> None:
         now = time.monotonic()
         for call in list(self._unreturned):
-            if call.deadline is not None and now > call.deadline and not call.finished:
+            if call.deadline is not None and now > call.deadline and self._is_open(call):
                 self._end(call, DeadlineError(DEADLINE_MESSAGE))
 
     def _end(self, call: QueuedCall[Row], error: BaseException) -> None:
@@ -227,8 +227,12 @@ class BatchQueue(Generic[Row]):
             return
         del self._calls[row]
         self._alone.discard(row)
-        if call.finished:
+        if not self._is_open(call):
             self._finished.append(call)
+
+    def _is_open(self, call: QueuedCall[Row]) -> bool:
+        """Return whether rows of a call wait or are computed."""
+        return any(row in self._calls for row in call.rows)
 
     def _end_batch(self) -> None:
         """Release what the batch holds."""
