@@ -150,7 +150,7 @@ def test_concurrent_forecasts_equal_those_alone(request, name):
     async def ask(model, rows):
         async with AsyncModel(model, max_batch_size=rows) as aio:
             calls = [aio.forecast(history, horizon) for history, horizon in plan]
-            return await asyncio.gather(*calls, aio.forecast(histories[0][:0]), return_exceptions=True)
+            return await asyncio.gather(*calls, aio.forecast(histories[0][:0], 2), return_exceptions=True)
 
     for served, rows in ((model, 32), (model, 1), (limited, 32)):
         *forecasts, error = asyncio.run(ask(served, rows))
