@@ -177,6 +177,10 @@ class SequenceSearch(Protocol):
     def width(self) -> int:
         """The number of rows of logits that `advance` takes."""
 
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that `advance` gives a token. The beams of a task are one sequence."""
+
     def add(self, tasks: Sequence[SequenceTask]) -> None:
         """Add tasks. Each gets one row in the next logits, after the existing rows."""
 

@@ -184,6 +184,10 @@ class TokenSearch:
     def width(self) -> int:
         return self._row_numbers[-1] + 1 if self._row_numbers else 0
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self._rows)
+
     def add(self, tasks: Sequence[SequenceTask]) -> None:
         for row_number, task in enumerate(tasks, self.width):
             seed = seed_or_random(task.settings)

@@ -25,7 +25,6 @@ from tformer_runtime import (
     Model,
     OptionError,
     UnsupportedCallError,
-    async_model,
 )
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.preprocess.tokenizer import Detokenizer
@@ -212,13 +211,13 @@ def test_stream_yields_each_token_before_the_next_step(toy, monkeypatch):
 
 
 def test_requests_above_max_pending_are_not_submitted(toy, monkeypatch):
-    submitted, make_request = [], async_model.make_request
+    submitted, request = [], toy.request
 
-    def record_request(manifest, inputs, input_, *arguments):
+    def record_request(input_, *arguments):
         submitted.append(input_)
-        return make_request(manifest, inputs, input_, *arguments)
+        return request(input_, *arguments)
 
-    monkeypatch.setattr(async_model, "make_request", record_request)
+    monkeypatch.setattr(toy, "request", record_request)
 
     async def run():
         async with AsyncModel(toy, max_pending=2) as aio:
