@@ -4,6 +4,9 @@
         result = await model.generate("a text", deadline=2.0)
         async for piece in model.stream("another"):
             print(piece, end="")
+        async with model.open("a third", num_return_sequences=2, temperature=1) as request:
+            async for piece in request:
+                print(piece.number, piece.text, piece.token_ids)
 
 One thread decodes, and the event loop only waits. A request that is cancelled, or whose deadline passes, leaves the
 batch at the next token. An error ends only the request that it belongs to.
@@ -26,8 +29,9 @@ from tformer_runtime.decoding.request import Request, Result, make_request
 from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE, MAX_BATCH_ROWS, Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.decoding.speculation import speculates
-from tformer_runtime.decoding.streaming import TextStream
+from tformer_runtime.decoding.streaming import Piece, TextStream
 from tformer_runtime.decoding.worker_pool import wait_for_work
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
 
@@ -83,15 +87,28 @@ class AsyncModel:
         settings = self.model.stream_settings(options, overrides)
         async with self._run_job(input, settings, deadline, stream=True) as job:
             while (piece := await job.pieces.get()) is not None:
-                yield piece
+                if piece.text:
+                    yield piece.text
         if job.task.error is not None:
             raise job.task.error
 
     @contextlib.asynccontextmanager
+    async def open(
+        self, input: Input, options: GenerationOptions | None = None, deadline: float | None = None, **overrides: Any
+    ) -> AsyncIterator[OpenRequest]:
+        """Submit a request and yield it, for callers that need more than its text. Leaving the block ends it.
+
+        Arguments and errors as of `generate`. The input is read in a thread, so that a long one does not delay others.
+        """
+        settings = self.model.settings(options, overrides)
+        async with self._run_job(input, settings, deadline, stream=True, in_thread=True) as job:
+            yield OpenRequest(self.model, job)
+
+    @contextlib.asynccontextmanager
     async def _run_job(
-        self, input: Input, settings: Settings, deadline: float | None, stream: bool
+        self, input: Input, settings: Settings, deadline: float | None, stream: bool, in_thread: bool = False
     ) -> AsyncIterator[_Job]:
-        """Submit a request. On exit, cancel it if it still runs."""
+        """Submit a request. On exit, cancel it if it still runs. in_thread: read the input in another thread."""
         deadline_at = _deadline_at(deadline)
         try:
             async with asyncio.timeout(None if deadline_at is None else deadline_at - time.monotonic()):
@@ -101,7 +118,8 @@ class AsyncModel:
         try:
             if settings.constraint is not None:  # compiling a grammar may take long; the result is cached
                 await asyncio.to_thread(self.model.generator.guide, settings)
-            request = make_request(self.model.manifest, self.model.inputs, input, 0, settings)
+            arguments = self.model.manifest, self.model.inputs, input, 0, settings
+            request = await asyncio.to_thread(make_request, *arguments) if in_thread else make_request(*arguments)
             job = _Job(self.model, request, settings, deadline_at, stream)
             self._worker.submit(job)
             try:
@@ -121,6 +139,45 @@ def _deadline_at(deadline: float | None) -> float | None:
     return time.monotonic() + deadline
 
 
+class OpenRequest:
+    """A request that was submitted. It is an iterator of the pieces of its results, as soon as each is final.
+
+    width: the rows of a batch that it takes.
+    prompt_tokens: the ids that are read before the first token is chosen: those of the sources and of the prompt.
+    """
+
+    def __init__(self, model: Model, job: _Job) -> None:
+        """Use `AsyncModel.open`."""
+        self._model, self._job = model, job
+        sources = (array for name, array in job.task.sources.items() if name != ADAPTER_INPUT)
+        ids = sum(len(array) for array in sources if array.ndim == 1 and array.dtype.kind == "i")
+        self.prompt_tokens = len(job.task.prompt) + ids
+        self.width = job.task.width
+
+    @property
+    def running(self) -> bool:
+        """Whether the request is in the batch: its first token is chosen and it is not finished."""
+        return self._job.task.first_token_at > 0 and not self._job.task.finished
+
+    def __aiter__(self) -> OpenRequest:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """Return the next piece. Raise the error that ended the request."""
+        piece = await self._job.pieces.get()
+        if piece is not None:
+            return piece
+        self._job.pieces.put_nowait(None)  # for another call
+        if self._job.task.error is not None:
+            raise self._job.task.error
+        raise StopAsyncIteration
+
+    async def result(self) -> Result:
+        """Return the whole result, with or without its pieces. Raise the error that ended the request."""
+        await self._job.finished
+        return self._model.generator.make_result(self._job.task)
+
+
 class _Job:
     """A task and the coroutine that waits for it.
 
@@ -133,13 +190,13 @@ class _Job:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         generator = model.generator
         self._stream = TextStream(generator, request, settings, self._on_piece) if stream else None
         self.task: SequenceTask = self._stream.make_task() if self._stream else generator.make_task(request, settings)
         self.task.deadline = deadline_at
 
-    def _on_piece(self, piece: str) -> None:
+    def _on_piece(self, piece: Piece) -> None:
         self._call_in_loop(self.pieces.put_nowait, piece)
 
     def finish(self) -> None:
