@@ -98,10 +98,11 @@ class _Work:
                         "choices": [_part(piece.number, {"role": "assistant", "content": ""})],
                         **empty_usage,
                     }
+                logprobs = self._logprobs_of(piece)
                 for delta, finish in texts[piece.number].parts(piece):
-                    part = _part(piece.number, delta, self._logprobs_of(piece), finish)
-                    if delta or finish or part["logprobs"]:
-                        yield {**answer, "choices": [part], **empty_usage}
+                    if delta or finish or logprobs:
+                        yield {**answer, "choices": [_part(piece.number, delta, logprobs, finish)], **empty_usage}
+                    logprobs = None  # the first part has them
         if self._body.includes_usage:
             yield {**answer, "choices": [], "usage": self._usage.body()}
 

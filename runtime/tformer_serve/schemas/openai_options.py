@@ -14,6 +14,7 @@ from tformer_serve.errors import ApiError
 from tformer_serve.schemas.base import RequestBody
 
 MAX_TOP_LOGPROBS = 20  # of OpenAI's API
+_WHITE_SPACE = r"( |\n {0,32})?"  # between the signs of JSON; without a limit a small model may write no end of it
 SHARED_NAMES = {"stop_strings": "stop", "num_return_sequences": "n"}
 _SAME = ("temperature", "top_p", "seed", "logit_bias", "presence_penalty", "frequency_penalty")
 _OWN = ("top_k", "min_p", "repetition_penalty", "adapter")
@@ -49,9 +50,10 @@ class ResponseFormat(RequestBody):
                 'response_format needs a json_schema if its type is "json_schema", and else none',
                 option="response_format",
             )
-        if self.json_schema is not None:
-            return {"json_schema": self.json_schema.schema_}
-        return {"json_schema": {"type": "object"}} if self.type == "json_object" else {}
+        if self.type == "text":
+            return {}
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return {"json_schema": {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}}
 
 
 class OpenAIRequest(RequestBody):
