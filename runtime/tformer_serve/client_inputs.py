@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
-from tformer_runtime.base.errors import InputError
+from tformer_runtime.base.errors import InputError, quotable
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.inputs import Input
 
@@ -19,21 +19,23 @@ def checked_input(manifest: Manifest, input: str | list[Any] | dict[str, Any]) -
         or a list of them.
     Raise InputError for a text where the model reads no text.
     """
-    texts = _text_inputs(manifest)
-    if isinstance(input, Mapping) and "base64" not in input:
-        return {name: value if name in texts else _without_names(name, value) for name, value in input.items()}
+    are_texts = _inputs(manifest)
+    if not isinstance(input, Mapping) or "base64" in input:
+        is_text = manifest.takes_prompt or all(are_texts.values())  # the prompt, or what an encoder reads
+        value: Input = input if is_text else _without_names("input", input)
+        return value
+    if unknown := [name for name in input if name not in are_texts]:
+        raise InputError(f"the model reads {', '.join(are_texts)}, not {quotable(unknown[0])}")
+    return {name: value if are_texts[name] else _without_names(name, value) for name, value in input.items()}
+
+
+def _inputs(manifest: Manifest) -> dict[str, bool]:
+    """Return the names of the inputs, and for each whether it is a text or ids, whose text is read as a text."""
+    specs = manifest.encode.inputs if manifest.encode else ()
+    inputs = {spec.name: spec.role in ("ids", "types") for spec in specs if spec.role != "mask"}
     if manifest.decode is not None and manifest.takes_prompt:
-        read = [manifest.decode.step.name]
-    else:
-        read = [spec.name for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
-    checked: Input = input if all(name in texts for name in read) else _without_names("input", input)
-    return checked
-
-
-def _text_inputs(manifest: Manifest) -> list[str]:
-    """Return the names of the inputs that are texts or ids, whose texts are read as texts."""
-    names = [spec.name for spec in manifest.encode.inputs if spec.role in ("ids", "types")] if manifest.encode else []
-    return [*names, manifest.decode.step.name] if manifest.decode is not None else names
+        inputs[manifest.decode.step.name] = True
+    return inputs
 
 
 def _without_names(name: str, value: Any) -> Any:

@@ -36,7 +36,7 @@ class Metrics:
 
     def __init__(self, models: Mapping[str, ServedModel], open_requests: Callable[[], int]) -> None:
         """open_requests: returns the number of requests that are open."""
-        disable_created_metrics()  # a second series for each counter, with the time of its first count
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, with the time of its first count
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "tformer_requests", "Requests by route and outcome", ["route", "outcome"], registry=self._registry

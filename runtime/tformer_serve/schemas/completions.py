@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from tformer_runtime.base.errors import InputError
 from tformer_serve.schemas.openai_options import SHARED_NAMES, OpenAIRequest, ResponseFormat
 
 NAMES = {**SHARED_NAMES, "max_new_tokens": "max_tokens", "top_logprobs": "logprobs", "json_schema": "response_format"}
@@ -31,11 +32,13 @@ class CompletionRequest(OpenAIRequest):
     response_format: ResponseFormat | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, of which each has its own answers."""
+        """Return the prompts, of which each has its own answers. Raise InputError if there is none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt or isinstance(self.prompt[0], int):
-            return [[int(i) for i in self.prompt]]  # type: ignore[arg-type]
+        if not self.prompt:
+            raise InputError("the prompt is an empty list: give a text, ids, or a list of these")
+        if isinstance(self.prompt[0], int):
+            return [[int(i) for i in self.prompt]]
         return list(self.prompt)
 
     def options(self) -> dict[str, Any]:

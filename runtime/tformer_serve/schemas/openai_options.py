@@ -44,12 +44,10 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchema | None = None
 
     def constraint(self) -> dict[str, Any]:
-        """Return the options that force the form. Raise OptionError for a form without its schema."""
+        """Return the options that force the form. Raise ApiError for a form without its schema."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise OptionError(
-                'response_format needs a json_schema if its type is "json_schema", and else none',
-                option="response_format",
-            )
+            message = 'response_format has a json_schema if its type is "json_schema", and else none'
+            raise ApiError(400, message, "invalid_option", "response_format")
         if self.type == "text":
             return {}
         schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
