@@ -135,8 +135,8 @@ def main(
 
 def _sentence(error: TformerError) -> str:
     """Return the sentence of an error, with flags in the place of the names of options."""
-    if isinstance(error, OptionError) and error.option is not None:
-        return str(error).replace(error.option, "--" + error.option.replace("_", "-"), 1)
+    if isinstance(error, OptionError) and error.option is not None and str(error).startswith(error.option):
+        return f"--{error.option.replace('_', '-')}{str(error).removeprefix(error.option)}"
     return str(error)
 
 

@@ -20,7 +20,6 @@ from tformer_serve.errors import ApiError, ClientGoneError, unforeseen_error
 from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
 
-SEND_SECONDS = 60.0  # in which a client has to read what was sent
 MEDIA_TYPE = "text/event-stream"
 END = "[DONE]"
 
@@ -97,12 +96,7 @@ class EventStream(Response):
 
 
 async def _send(send: Send, body: bytes) -> None:
-    """Send a part of a response. Raise ClientGoneError if the client does not read."""
-    try:
-        async with asyncio.timeout(SEND_SECONDS):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-    except TimeoutError:
-        raise ClientGoneError from None
+    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def _data(event: Event) -> bytes:

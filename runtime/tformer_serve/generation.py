@@ -39,6 +39,7 @@ class Generation:
         self._opened, self._exchange, self._served, self._metrics = opened, exchange, served, metrics
         self.prompt_tokens = opened.prompt_tokens
         self.completion_tokens = 0
+        self._has_ended = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces of the results. Raise the error that ended the request."""
@@ -47,11 +48,12 @@ class Generation:
             self._metrics.add_tokens(self._exchange, self._served.name, len(piece.token_ids))
             yield piece
         result = await self._opened.result()
-        if result.timing is not None and len(result.token_ids) > 1:
+        if not self._has_ended and result.timing is not None and len(result.token_ids) > 1:
             self._metrics.add_rate(self._served.name, result.timing.per_token)
+        self._has_ended = True
 
     async def result(self) -> Result:
-        """Return the whole result. Raise the error that ended the request."""
+        """Return the whole result, also after its pieces. Raise the error that ended the request."""
         async for _ in self.pieces():
             pass
         return await self._opened.result()

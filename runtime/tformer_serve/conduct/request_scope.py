@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -25,6 +26,7 @@ from tformer_serve.logs import log
 from tformer_serve.metrics import Metrics
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SEND_SECONDS = 60.0  # in which a client has to read what was sent
 _QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for every few seconds
 _MAX_SECONDS = 1e9  # of the header; more is of no use and may be infinite
 
@@ -48,7 +50,11 @@ class RequestScope:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = exchange.id
-            await send(message)
+            try:
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                raise ClientGoneError from None
 
         try:
             exchange.deadline_at = self._deadline_at(exchange, headers)

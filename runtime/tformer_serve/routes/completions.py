@@ -79,6 +79,7 @@ class _Work:
         """Yield the parts of the answer."""
         empty_usage = {"usage": None} if self._body.includes_usage else {}
         offsets: dict[int, int] = {}
+        begun: set[int] = set()  # the first token is told, even if its text is not final
         with self._state.api_errors(NAMES):
             async for prompt, piece in pieces_of(*self._arguments):
                 index, logprobs = prompt * self._count + piece.number, None
@@ -86,8 +87,9 @@ class _Work:
                     logprobs, offsets[index] = self._logprobs.of_completion(
                         piece.token_ids, piece.token_logprobs, piece.top_logprobs, offsets.get(index, 0)
                     )
-                if not (piece.text or piece.finish_reason or logprobs):
+                if index in begun and not (piece.text or piece.finish_reason or logprobs):
                     continue
+                begun.add(index)
                 finish = FINISH[piece.finish_reason] if piece.finish_reason else None
                 choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish}
                 yield {**self._answer, "choices": [choice], **empty_usage}
