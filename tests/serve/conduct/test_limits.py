@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 from support.toy_models import END_ID
@@ -143,6 +144,39 @@ def test_other_clients_get_their_answers_after_one_has_left(small, references):
         gate.open()
         assert other.result(HANG_SECONDS).json()["results"][0]["text"] == expected
     wait_until_free(small)
+
+
+def test_clients_that_leave_at_random_disturb_no_other(files, references):
+    """Half of the clients leave: before the first event, or after some events of a stream."""
+    random = np.random.default_rng(7)
+    plan = [("hello", "ab", "q", "zebra")[i % 4] for i in range(60)]
+    leaves = [int(random.integers(0, 12)) if i % 2 else None for i in range(60)]
+    expected = {word: references["letters"].generate(word, suppress_tokens=[END_ID]).text for word in set(plan)}
+
+    async def ask(client, word, events):
+        body = {**LONG, "input": word, "stream": True}
+        text = ""
+        async with client.stream("POST", "/v1/generate", json=body) as answer:
+            count = 0
+            async for line in answer.aiter_lines():
+                if events is not None and count >= events:
+                    return None
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: ")).get("text", "")
+                    count += 1
+        return text
+
+    async def ask_all(server):
+        settings = {"base_url": server.url, "timeout": HANG_SECONDS, "trust_env": False}
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(**settings, limits=limits) as client:
+            return await asyncio.gather(*(ask(client, *case) for case in zip(plan, leaves, strict=True)))
+
+    with RunningServer({"letters": files["letters"]}, max_batch_size=4) as server:
+        for word, events, text in zip(plan, leaves, asyncio.run(ask_all(server)), strict=True):
+            assert text == (expected[word] if events is None else None)
+        wait_until_free(server)
+        assert server.metric("tformer_rows", model="letters") == 0
 
 
 @pytest.fixture
