@@ -143,7 +143,7 @@ class OpenRequest:
     """A request that was submitted. It is an iterator of the pieces of its results, as soon as each is final.
 
     width: the rows of a batch that it takes.
-    prompt_tokens: the ids that are read before the first token is chosen: those of the sources and of the prompt.
+    prompt_tokens: the ids of the sources and of the prompt, without a forced prefix, which is part of the results.
     """
 
     def __init__(self, model: Model, job: _Job) -> None:
@@ -151,7 +151,7 @@ class OpenRequest:
         self._model, self._job = model, job
         sources = (array for name, array in job.task.sources.items() if name != ADAPTER_INPUT)
         ids = sum(len(array) for array in sources if array.ndim == 1 and array.dtype.kind == "i")
-        self.prompt_tokens = len(job.task.prompt) + ids
+        self.prompt_tokens = len(job.task.prompt) - job.task.prefix_tokens + ids
         self.width = job.task.width
 
     @property

@@ -47,12 +47,13 @@ def test_requests_tokens_and_times_are_counted(server):
 
 
 def test_no_client_makes_new_labels(server):
-    before = len(server.http().get("/metrics").text)
-    for i in range(5):
-        server.post(f"/v1/other{i}", {})
-        server.post("/v1/generate", {**BODY, "model": f"other{i}"})
-        server.http().get(f"/v1/models/other{i}")
-    text = server.http().get("/metrics").text
+    with server.http() as client:
+        before = len(client.get("/metrics").text)
+        for i in range(5):
+            client.post(f"/v1/other{i}", json={})
+            client.post("/v1/generate", json={**BODY, "model": f"other{i}"})
+            client.get(f"/v1/models/other{i}")
+        text = client.get("/metrics").text
     assert "other0" not in text
     assert len(text) < before + 20_000
 

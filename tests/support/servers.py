@@ -72,6 +72,7 @@ class RunningServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self._clients = contextlib.ExitStack()
 
     def _run(self) -> None:
         async def serve() -> None:
@@ -90,6 +91,7 @@ class RunningServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._clients.close()
         self.server.should_exit = True
         self.wait_for_end()
 
@@ -107,7 +109,7 @@ class RunningServer:
         await asyncio.sleep(0)
 
     def client(self, **settings: Any) -> openai.OpenAI:
-        return openai.OpenAI(**{**self._client_settings(), **settings})
+        return self._clients.enter_context(openai.OpenAI(**{**self._client_settings(), **settings}))
 
     def async_client(self, **settings: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(**{**self._client_settings(), **settings})
