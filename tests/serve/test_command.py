@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 
@@ -132,7 +133,12 @@ def test_server_speaks_tls(tmp_path, files):
     process, url = started(files["letters"], "--tls-cert", cert, "--tls-key", key)
     try:
         assert url.startswith("https://")
-        assert httpx.get(f"{url}/health/ready", verify=str(cert), trust_env=False).status_code == 200
+        assert (
+            httpx.get(
+                f"{url}/health/ready", verify=ssl.create_default_context(cafile=cert), trust_env=False
+            ).status_code
+            == 200
+        )
         with pytest.raises(httpx.HTTPError):
             httpx.get(url.replace("https", "http") + "/health/ready", trust_env=False)
     finally:
