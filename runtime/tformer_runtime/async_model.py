@@ -4,6 +4,9 @@
         result = await model.generate("a text", deadline=2.0)
         async for piece in model.stream("another"):
             print(piece, end="")
+        async with model.open("a third", num_return_sequences=2, temperature=1) as request:
+            async for piece in request:
+                print(piece.number, piece.text, piece.token_ids)
 
 One thread computes, and the event loop only waits. A request that is cancelled, or whose deadline passes, leaves the
 batch at the next token; a call of another task leaves the queue, or its batch at the next part of it. An error ends
@@ -41,9 +44,10 @@ from tformer_runtime.decoding.request import Request, Result
 from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE, MAX_BATCH_ROWS, Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.decoding.speculation import speculates
-from tformer_runtime.decoding.streaming import TextStream
+from tformer_runtime.decoding.streaming import Piece, TextStream
 from tformer_runtime.decoding.worker_pool import wait_for_work
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input, Value
 from tformer_runtime.tasks import (
@@ -161,7 +165,7 @@ class AsyncModel:
     ) -> Result:
         """Generate as `Model.generate` does. deadline: seconds from now, after which DeadlineError is raised."""
         settings = self.model.settings(options, overrides)
-        async with self._run_generation(input, settings, deadline, prefix, images, stream=False) as job:
+        async with self._run_generation(input, settings, deadline, prefix, images) as job:
             await job.finished
         return self.model.generator.make_result(job.task)
 
@@ -176,11 +180,29 @@ class AsyncModel:
     ) -> AsyncIterator[str]:
         """Generate as `Model.stream` does. Leaving the loop ends the request; `aclose` ends it at once."""
         settings = self.model.stream_settings(options, overrides)
-        async with self._run_generation(input, settings, deadline, prefix, images, stream=True) as job:
-            while (piece := await job.pieces.get()) is not None:
-                yield piece
-        if job.task.error is not None:
-            raise job.task.error
+        async with self._run_generation(input, settings, deadline, prefix, images, in_pieces=True) as job:
+            async for piece in OpenRequest(self.model, job):
+                if piece.text:
+                    yield piece.text
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self,
+        input: Input,
+        options: GenerationOptions | None = None,
+        deadline: float | None = None,
+        prefix: CachedPrefix | None = None,
+        images: Sequence[Any] | None = None,
+        **overrides: Any,
+    ) -> AsyncIterator[OpenRequest]:
+        """Submit a request and yield it, for callers that need more than its text. Leaving the block ends it.
+
+        Arguments and errors as of `generate`. Every input is read in a thread, so that none delays the event loop.
+        """
+        settings = self.model.settings(options, overrides)
+        generation = self._run_generation(input, settings, deadline, prefix, images, in_pieces=True, in_thread=True)
+        async with generation as job:
+            yield OpenRequest(self.model, job)
 
     async def predict(
         self,
@@ -399,9 +421,14 @@ class AsyncModel:
         deadline: float | None,
         prefix: CachedPrefix | None,
         images: Sequence[Any] | None,
-        stream: bool,
+        in_pieces: bool = False,
+        in_thread: bool = False,
     ) -> AsyncIterator[_Generation]:
-        """Submit a request. On exit, cancel it if it still runs."""
+        """Submit a request. On exit, cancel it if it still runs.
+
+        in_pieces: whether the job has its results in pieces.
+        in_thread: whether to read any input in a thread.
+        """
         model = self.model
 
         def read() -> Request:
@@ -410,10 +437,11 @@ class AsyncModel:
         async with self._place(deadline) as ends_at:
             if settings.constraint is not None:  # compiling a grammar may take long; the result is cached
                 await self._in_thread(partial(model.generator.guide, settings), ends_at)
-            has_pictures = bool(model.manifest.placeholders) and not isinstance(input, str)
-            reads_in_thread = images is not None or has_pictures
-            request = await self._in_thread(read, ends_at) if reads_in_thread else read()
-            job = _Generation(model.generator, request, settings, self._max_batch_size, ends_at, stream)
+            if in_thread or images is not None:
+                request = await self._in_thread(read, ends_at)
+            else:
+                request = await self._read(read, input, ends_at)
+            job = _Generation(model.generator, request, settings, self._max_batch_size, ends_at, in_pieces)
             async with self._run(job):
                 yield job
 
@@ -498,6 +526,39 @@ def _deadline_at(deadline: float | None) -> float | None:
     return time.monotonic() + deadline
 
 
+class OpenRequest:
+    """A request that was submitted. It is an iterator of the pieces of its results, as soon as each is final.
+
+    prompt_tokens: the ids of the sources and of the prompt, with a cached prefix, and without a forced prefix, which is
+        part of the results.
+    """
+
+    def __init__(self, model: Model, job: _Generation) -> None:
+        """Use `AsyncModel.open`."""
+        self._model, self._job = model, job
+        sources = (array for name, array in job.task.sources.items() if name != ADAPTER_INPUT)
+        ids = sum(len(array) for array in sources if array.ndim == 1 and array.dtype.kind == "i")
+        self.prompt_tokens = len(job.task.prompt) - job.task.prefix_tokens + ids
+
+    def __aiter__(self) -> OpenRequest:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """Return the next piece. Raise the error that ended the request."""
+        piece = await self._job.pieces.get()
+        if piece is not None:
+            return piece
+        self._job.pieces.put_nowait(None)  # for another call
+        if self._job.task.error is not None:
+            raise self._job.task.error
+        raise StopAsyncIteration
+
+    async def result(self) -> Result:
+        """Return the whole result, with or without its pieces. Raise the error that ended the request."""
+        await self._job.finished
+        return self._model.generator.make_result(self._job.task)
+
+
 class _Job:
     """A task of a queue and the coroutine that waits for it.
 
@@ -547,7 +608,7 @@ class _Generation(_Job):
 
     Requests share a scheduler if they need the same extra outputs of the file, and if all or none of them speculate.
 
-    pieces: of a stream; None ends it.
+    pieces: of its results, if it has them in pieces; None ends them.
     """
 
     task: SequenceTask
@@ -559,21 +620,21 @@ class _Generation(_Job):
         settings: Settings,
         rows: int,
         ends_at: float | None,
-        stream: bool = False,
+        in_pieces: bool = False,
     ) -> None:
         """
         rows: the maximum number of rows of the batch.
         ends_at: the time of the deadline.
         """
         super().__init__()
-        self.pieces: asyncio.Queue[str | None] = asyncio.Queue()
-        self._stream = TextStream(generator, request, settings, self._on_piece) if stream else None
+        self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._stream = TextStream(generator, request, settings, self._on_piece) if in_pieces else None
         self.task = self._stream.make_task() if self._stream else generator.make_task(request, settings)
         self.task.deadline = ends_at
         self.key = settings.cross_attentions, settings.hidden_states, speculates(settings, rows)
         self.new_queue = partial(generator.new_scheduler, settings, rows, waits=False)
 
-    def _on_piece(self, piece: str) -> None:
+    def _on_piece(self, piece: Piece) -> None:
         self._call_in_loop(self.pieces.put_nowait, piece)
 
     def finish(self) -> None:

@@ -28,7 +28,7 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.format.info import file_info
 from tformer_runtime.format.manifest import ATTENTIONS, CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput, Manifest
-from tformer_runtime.preprocess.chat_template import Message, Template, conversation, template_of
+from tformer_runtime.preprocess.chat_template import Message, Template, Tools, conversation, template_of
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
@@ -200,7 +200,7 @@ class Model:
         sources, ids, _ = self.inputs.generation_inputs(input, ends_prompt=False)
         return CachedPrefix(self.engine, ids, self.budget, {**sources, **self._adapter_input(adapter)})
 
-    def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Input:
+    def prompt(self, messages: str | Sequence[Message], system: str | None = None, tools: Tools | None = None) -> Input:
         """Return a conversation up to the answer, as an input of `generate`, by the file's chat template.
 
         It is the ids, (length,); for a model that reads pictures, a mapping of the ids and the pixels.
@@ -208,11 +208,12 @@ class Model:
         messages: a text, or mappings of "role" and "content". A content is a text or, for a model that reads pictures,
             a list of parts: {"type": "text", "text": …} and {"type": "image", "image": picture}.
         system: a system message before them.
+        tools: functions that the answer may call, as JSON descriptions, for a template that has a place for them.
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
         UnsupportedCallError for a file without a template.
         """
         self._must_be_decoder_only("chat")
-        return self.inputs.conversation_input(self._template, conversation(messages, system))
+        return self.inputs.conversation_input(self._template, conversation(messages, system), tools)
 
     def pictured_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
         """Return a prompt with pictures as an input of `generate_batch`, which a list of them may be.

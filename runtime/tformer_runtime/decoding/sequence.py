@@ -33,12 +33,18 @@ Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities,
 
 
 class Token(NamedTuple):
-    """A generated token. copy: the number of the sample of the task. finish: set for the last token."""
+    """A generated token.
+
+    copy: the number of the sample of the task.
+    finish: set for the last token.
+    alternatives: the likeliest tokens at its position, if the options ask for them.
+    """
 
     copy: int
     id: int
     logprob: float
     finish: FinishReason | None
+    alternatives: Alternatives = ()
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class SampledSequence:
         )
         reason = self.task.finish_reason(token, len(self.logprobs), stopped)
         if self.task.on_token is not None:
-            self.task.on_token(Token(self.copy, token, logprob, reason))
+            alternatives = self.alternatives[-1] if self.alternatives else ()
+            self.task.on_token(Token(self.copy, token, logprob, reason, alternatives))
         return reason
 
     def hypothesis(self, finish: FinishReason, history: StepHistory | None) -> Hypothesis:

@@ -1,0 +1,30 @@
+"""Whether the server lives and is ready, and its metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+
+from tformer_serve.state import State
+
+router = APIRouter()
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """Answer, as long as the server can."""
+    return JSONResponse({"status": "live"})
+
+
+@router.get("/health/ready")
+async def ready(state: State) -> Response:
+    """Answer 200 if requests are accepted, and 503 while the server is stopping."""
+    if state.admission.draining:
+        return JSONResponse({"status": "stopping"}, 503)
+    return JSONResponse({"status": "ready", "models": list(state.models)})
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """Return metrics in Prometheus' form."""
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
