@@ -139,6 +139,11 @@ class AsyncModel:
         """End all calls with an UnsupportedCallError, and end the thread. The `Model` stays open."""
         await asyncio.get_running_loop().run_in_executor(None, self._worker.close)
 
+    @property
+    def closed(self) -> bool:
+        """Whether calls are refused: after `close`, or after an error that ended the thread. Any thread may read it."""
+        return self._worker.closing
+
     def stats(self) -> AsyncModelStats:
         """Return what is computed now and what waits. Any thread may call it. Cost: some microseconds."""
         rows, requests, tokens = self._worker.counts()
@@ -667,6 +672,11 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name="tformer", daemon=True)
         atexit.register(self.close)  # a thread in native code may abort the process when the interpreter ends
         self._thread.start()
+
+    @property
+    def closing(self) -> bool:
+        """Whether the thread ends or has ended."""
+        return self._closing
 
     def counts(self) -> tuple[int, int, int]:
         """Return the rows and the requests that run, and the tokens that were generated. Any thread may call it."""

@@ -67,6 +67,12 @@ def stopping_error() -> ApiError:
     return ApiError(503, "the server is stopping: send the request to another", "stopping", None, _SERVER, headers)
 
 
+def failed_model_error() -> ApiError:
+    """Return the error of a request for a model whose thread has ended."""
+    message = "the model computes no more after an error: start the server again, and report the error in its log"
+    return ApiError(500, message, "model_failed", type=_SERVER)
+
+
 def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError | None:
     """Return the ApiError of an error that was foreseen; None for any other.
 

@@ -28,6 +28,8 @@ from tformer_serve.state import ServerState
 
 MAX_CONSTRAINT_BYTES = 64 << 10  # llguidance takes about a second for as much
 MAX_TOP_LOGPROBS = 100  # a token has as many pairs of numbers
+MAX_STOP_CHARACTERS = 1024  # each token is compared with the beginnings of all stop strings
+MAX_BAD_WORDS_IDS = 10_000  # each token is compared with the sequences of each length
 
 T = TypeVar("T")
 
@@ -165,6 +167,17 @@ def _check_size(settings: Settings, max_rows: int) -> None:
         raise OptionError(
             f"top_logprobs={settings.top_logprobs} is more than the {MAX_TOP_LOGPROBS} of this server",
             option="top_logprobs",
+        )
+    stop, bad = sum(map(len, settings.stop_strings)), sum(map(len, settings.bad_words_ids))
+    if stop > MAX_STOP_CHARACTERS:
+        raise OptionError(
+            f"stop_strings has {stop:,} characters, and this server takes at most {MAX_STOP_CHARACTERS:,}: shorten it",
+            option="stop_strings",
+        )
+    if bad > MAX_BAD_WORDS_IDS:
+        raise OptionError(
+            f"bad_words_ids has {bad:,} ids, and this server takes at most {MAX_BAD_WORDS_IDS:,}: leave some out",
+            option="bad_words_ids",
         )
     if settings.constraint is not None:
         kind, definition = settings.constraint

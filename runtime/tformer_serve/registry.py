@@ -100,6 +100,10 @@ class Models(Mapping[str, ServedModel]):
         for served in self.values():
             served.start(max_pending)
 
+    def failed(self) -> list[str]:
+        """Return the names of the models whose threads an error has ended. Only another process heals them."""
+        return [] if self.closed else [name for name, served in self.items() if served.aio.closed]
+
     async def close(self) -> None:
         """End all requests with an error, and all threads."""
         self.closed = True

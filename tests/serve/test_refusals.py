@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from openai import BadRequestError
+
+from tformer_serve import app
 
 COMPLETION = {"model": "letters", "prompt": "hello"}
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "a"}]}
@@ -34,6 +38,7 @@ COMPLETIONS = {
     "bias": ({"logit_bias": {"x": 1.0}}, "logit_bias", "logit_bias must be a mapping from token ids to numbers"),
     "logprobs": ({"logprobs": 6}, "logprobs", "logprobs should be less than or equal to 5, not 6"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream"),
+    "long stop": ({"stop": ["ab"] * 600}, "stop", "stop has 1,200 characters, and this server takes at most 1,024"),
     "form": ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type should be 'text', "),
     "schema": ({"response_format": {"type": "json_schema"}}, "response_format", "response_format has a json_schema if"),
     "words": (
@@ -75,6 +80,7 @@ GENERATES = {
     "constraint": ({"regex": "(", }, None, "the regex '(' cannot be used: "),
     "long constraint": ({"regex": "a" * 70_000}, "regex", "regex has 70,000 bytes, and this server compiles at most"),
     "long choices": ({"choices": ["a" * 40_000, "b" * 40_000]}, "choices", "choices has 80,000 bytes"),
+    "bad words": ({"bad_words_ids": [[5]] * 10_001}, "bad_words_ids", "bad_words_ids has 10,001 ids, and this server"),
     "attentions": ({"cross_attentions": True}, None, "holds no cross-attention weights: export the model with"),
     "names": ({"input": {"wrong": "a"}}, None, "the model reads tgt, not wrong"),
     "number": ({"input": 5}, "input", "input should be a valid "),
@@ -119,6 +125,49 @@ def test_body_that_is_no_object_is_refused(server, body):
         answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "body" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": [*range(300), "a", *["b"] * 300]}),
+        ("/v1/completions", {**COMPLETION, "prompt": [[1.5] * 300] * 300}),
+        ("/v1/completions", {**COMPLETION, "stop": [1] * 300}),
+        ("/v1/completions", {**COMPLETION, **{f"unknown{i}": i for i in range(300)}}),
+        ("/v1/completions", {**COMPLETION, "logit_bias": {str(i): "x" for i in range(300)}}),
+        ("/v1/chat/completions", {**CHAT, "messages": [5] * 300}),
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{}] * 300}]}),
+        ("/v1/chat/completions", {**CHAT, "tools": [{}] * 300}),
+    ],
+)
+def test_first_errors_of_a_body_end_its_checks(server, monkeypatch, path, body):
+    """A client could otherwise let the server make a million errors, of which one is told."""
+    counts, tell = [0], app.validation_error
+    monkeypatch.setattr(app, "validation_error", lambda errors: counts.append(len(errors)) or tell(errors))
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+    assert max(counts) < 10
+
+
+def nested(depth):
+    """Return a schema that is nested so deep."""
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("depth", [100, 200, 330, 450, 900])
+def test_schema_that_is_nested_deeply_is_refused_or_used(server, depth):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": nested(depth)}}
+    tool = {"type": "function", "function": {"name": "run", "parameters": nested(depth)}}
+    bodies = [{**CHAT, "response_format": form}, {**CHAT, "tools": [tool]}, {**CHAT, "tools": [nested(depth)]}]
+    call = {"type": "function", "function": {"name": "run", "arguments": json.dumps(nested(depth))}}
+    bodies.append({**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+    for body in bodies:
+        answer = server.post("/v1/chat/completions", {**body, "max_tokens": 4})
+        assert answer.status_code in (200, 400), answer.text
 
 
 @pytest.mark.parametrize(

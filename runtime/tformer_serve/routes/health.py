@@ -11,16 +11,20 @@ router = APIRouter()
 
 
 @router.get("/health/live")
-async def live() -> Response:
-    """Answer, as long as the server can."""
+async def live(state: State) -> Response:
+    """Answer 200, and 503 if only another start of the server heals a model."""
+    if failed := state.models.failed():
+        return JSONResponse({"status": "failed", "models": failed}, 503)
     return JSONResponse({"status": "live"})
 
 
 @router.get("/health/ready")
 async def ready(state: State) -> Response:
-    """Answer 200 if requests are accepted, and 503 while the server is stopping."""
+    """Answer 200 if requests are accepted, and 503 while the server is stopping or if a model has failed."""
     if state.admission.draining:
         return JSONResponse({"status": "stopping"}, 503)
+    if failed := state.models.failed():
+        return JSONResponse({"status": "failed", "models": failed}, 503)
     return JSONResponse({"status": "ready", "models": list(state.models)})
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, model_validator
 from pydantic_core import PydanticCustomError
 
 from tformer_serve.errors import ApiError
 
 _MAX_SHOWN_CHARACTERS = 100
-_REFUSED = "refused_field"
+_REFUSED, _UNKNOWN = "refused_field", "unknown_field"
+
+T = TypeVar("T")
+Items = Annotated[list[T], FailFast()]  # one error is told, and a client could send a million
 
 
 class RequestBody(BaseModel):
-    """A body of a request. Values have the types of JSON: "1" is no number.
+    """A body of a request. Values have the types of JSON: "1" is no number. The first unknown field ends the checks.
 
     harmless: fields of OpenAI's API that change no answer, and the values that they may have; None for any value.
     refused: fields of OpenAI's API that this server lacks, why, and the values that mean the same as no field.
@@ -29,7 +33,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _remove_known(cls, data: Any) -> Any:
-        """Remove harmless fields, and refuse the others that this server lacks."""
+        """Remove harmless fields, and refuse the others that this server lacks, and unknown ones."""
         if not isinstance(data, Mapping):
             return data
         kept = dict(data)
@@ -42,6 +46,10 @@ class RequestBody(BaseModel):
             value = kept.pop(name, None)
             if value is not None and not _is_one_of(value, values):
                 raise PydanticCustomError(_REFUSED, f"this server has no {name}: {why}", {"field": name})
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in kept:
+            if name not in known:
+                raise PydanticCustomError(_UNKNOWN, "there is no such option", {"field": name})
         return kept
 
 
@@ -59,7 +67,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if kind == _REFUSED:
         field = _path([*place, context["field"]])
         return ApiError(400, str(first["msg"]), "unsupported_option", field)
-    if kind == "extra_forbidden":
+    if kind == _UNKNOWN:
+        field = _path([*place, context["field"][:_MAX_SHOWN_CHARACTERS]])
         return ApiError(
             400, f"there is no option {field!r}: leave it out, or correct its name", "unknown_option", field
         )
@@ -70,14 +79,13 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if not field:
         return ApiError(400, "the body must be a JSON object, sent as Content-Type: application/json", "invalid_json")
     reason = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    shown = repr(first.get("input"))
-    shown = shown if len(shown) <= _MAX_SHOWN_CHARACTERS else shown[:_MAX_SHOWN_CHARACTERS] + " …"
+    shown = reprlib.repr(first.get("input"))  # of a value of any size and depth
     return ApiError(400, f"{field} {reason}, not {shown}", "invalid_value", field)
 
 
 def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the error to tell: a name before a value, because a wrong name may be why a value is wrong."""
-    names = [error for error in errors if error["type"] in (_REFUSED, "extra_forbidden")]
+    names = [error for error in errors if error["type"] in (_REFUSED, _UNKNOWN)]
     return (names or list(errors))[0]
 
 

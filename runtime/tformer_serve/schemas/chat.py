@@ -10,7 +10,7 @@ from pydantic import Field
 
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_serve.client_inputs import decoded_base64
-from tformer_serve.schemas.base import RequestBody
+from tformer_serve.schemas.base import Items, RequestBody
 from tformer_serve.schemas.openai_options import MAX_TOP_LOGPROBS, SHARED_NAMES, OpenAIRequest, ResponseFormat
 from tformer_serve.schemas.tools import Choice, Tool, ToolCall, constraint
 
@@ -46,9 +46,9 @@ class ChatMessage(RequestBody):
     }  # fmt: skip
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
     def for_template(self, reads_pictures: bool) -> dict[str, Any]:
@@ -105,13 +105,13 @@ class ChatRequest(OpenAIRequest):
         "web_search_options": ("it does not search", ()),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Choice | None = None
 
     @property
@@ -149,4 +149,4 @@ class ChatRequest(OpenAIRequest):
 
     def descriptions(self) -> list[dict[str, Any]] | None:
         """Return the tools as chat templates read them."""
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or []] or None
+        return [tool.for_template() for tool in self.tools or []] or None

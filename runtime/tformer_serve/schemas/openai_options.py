@@ -11,7 +11,7 @@ from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.model import Model
 from tformer_serve.errors import ApiError
-from tformer_serve.schemas.base import RequestBody
+from tformer_serve.schemas.base import Items, RequestBody
 
 MAX_TOP_LOGPROBS = 20  # of OpenAI's API
 _WHITE_SPACE = r"( |\n {0,32})?"  # between the signs of JSON; without a limit a small model may write no end of it
@@ -74,11 +74,11 @@ class OpenAIRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # `GenerationOptions` checks the numbers
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     top_k: int | None = None

@@ -32,6 +32,11 @@ class Tool(RequestBody):
     type: Literal["function"]
     function: Function
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it."""
+        function = {name: value for name, value in self.function if value is not None}
+        return {"type": "function", "function": function}
+
 
 class NamedFunction(RequestBody):
     name: str
@@ -62,8 +67,12 @@ def constraint(tools: Sequence[Tool], choice: Choice) -> dict[str, Any]:
             raise OptionError(
                 f"tool_choice names {choice.function.name[:100]!r}, and the tools are {known}", option="tool_choice"
             )
-    schema = _call_schema(functions)
-    return {"grammar": _TEXT_OR_CALL.format(schema=json.dumps(schema))} if choice == "auto" else {"json_schema": schema}
+    try:
+        schema = _call_schema(functions)
+        text = json.dumps(schema)
+    except RecursionError as error:
+        raise OptionError("tools are nested too deeply", option="tools") from error
+    return {"grammar": _TEXT_OR_CALL.format(schema=text)} if choice == "auto" else {"json_schema": schema}
 
 
 def _call_schema(functions: Sequence[Function]) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def call_of(text: str) -> tuple[str, str] | None:
         return None
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
         return None
