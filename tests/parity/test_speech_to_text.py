@@ -9,6 +9,7 @@ import asyncio
 import copy
 import itertools
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from tformer_export.sources.hugging_face.speech_to_text import read_decoder_prom
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime import (
     AsyncModel,
+    DeadlineError,
     InputError,
     MemoryBudgetError,
     Model,
@@ -164,6 +166,67 @@ def test_long_sounds_match_generate(exported, options):
     for result, expected_result in zip(results, expected, strict=True):
         assert_same_transcription(result, expected_result, times=True)
     assert last == model.transcribe(SHORT[0], **settings)
+
+
+def test_concurrent_transcriptions_equal_those_alone(exported):
+    """Windows of long sounds decode together with those of others, whatever their prompts."""
+    model = Model.load(exported[1])
+    option_sets = [
+        {},
+        {"timestamps": True},
+        {"language": "de"},
+        {"language": "en", "task": "translate"},
+        {"num_beams": 2},
+    ]
+    plan = [(sound, options) for sound in [*SHORT, *LONG] for options in option_sets]
+    expected = [model.transcribe(sound, **options) for sound, options in plan]
+
+    async def ask():
+        async with AsyncModel(model, max_batch_size=8) as aio:
+            good = [aio.transcribe(sound, **options) for sound, options in plan]
+            others = [aio.predict(SHORT[0]), aio.transcribe(np.zeros((2, 2, 2))), aio.transcribe(SHORT[0], task="sing")]
+            others += [aio.transcribe(LONG[0], timestamps=False), aio.transcribe(LONG[0], deadline=1e-9)]
+            others.append(aio.predict(SHORT[0], truncate=True))
+            return await asyncio.gather(*good, *others, return_exceptions=True)
+
+    *outcomes, one, shape, option, windows, late, truncated = asyncio.run(ask())
+    for outcome, wanted in zip([*outcomes, one], [*expected, expected[0]], strict=True):
+        assert outcome == replace(wanted, score=pytest.approx(wanted.score, abs=1e-4))
+    assert [type(error) for error in (shape, windows)] == [InputError] * 2
+    assert shape.input_number is windows.input_number is None
+    assert [type(error) for error in (option, truncated, late)] == [OptionError, OptionError, DeadlineError]
+    assert model.memory()["used_bytes"] == 0
+
+
+def test_cancelled_transcription_reads_no_further_window(exported, monkeypatch):
+    model = Model.load(exported[1])
+    begun, goes_on, starts, start = threading.Event(), threading.Event(), [], model.engine.start
+
+    def held_start(*arguments, **more):
+        starts.append(arguments)
+        if len(starts) == 2:
+            begun.set()
+            goes_on.wait()
+        return start(*arguments, **more)
+
+    expected = model.transcribe(SHORT[0], language="en")
+    monkeypatch.setattr(model.engine, "start", held_start)
+
+    async def ask():
+        async with AsyncModel(model) as aio:
+            call = asyncio.ensure_future(aio.transcribe(LONG[0], language="en"))
+            await asyncio.to_thread(begun.wait)
+            call.cancel()
+            await asyncio.wait([call])
+            goes_on.set()
+            result, windows = await aio.transcribe(SHORT[0], language="en"), len(starts)
+            assert (await aio.transcribe(SHORT[0], language="en")).token_ids == result.token_ids
+            return result, windows - 2 == len(starts) - windows  # the windows of a short sound, and no others
+
+    result, only_its_windows = asyncio.run(ask())
+    assert result.token_ids == expected.token_ids
+    assert only_its_windows
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_times_are_ordered_and_reach_the_end_of_the_sound(exported):

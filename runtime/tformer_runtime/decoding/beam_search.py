@@ -157,6 +157,10 @@ class BeamSearch:
         self._histories = _Histories()
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.tasks)
+
+    @property
     def width(self) -> int:
         return len(self._histories)
 

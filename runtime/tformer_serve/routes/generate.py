@@ -1,0 +1,104 @@
+"""/v1/generate: every option of generation, for every model that generates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tformer_runtime.decoding.options import GenerationOptions
+from tformer_runtime.decoding.request import Result
+from tformer_runtime.decoding.sequence import Alternatives
+from tformer_runtime.preprocess.inputs import Input
+from tformer_serve.answers import finite, new_answer
+from tformer_serve.client_inputs import checked_input
+from tformer_serve.event_stream import EventStream, while_connected
+from tformer_serve.exchange import Exchange, exchange_of
+from tformer_serve.generation import Usage, open_generation
+from tformer_serve.registry import ServedModel
+from tformer_serve.schemas.generate import GenerateRequest
+from tformer_serve.state import ServerState, State
+
+router = APIRouter()
+
+
+@router.post("/v1/generate")
+async def generate(body: GenerateRequest, request: Request, state: State) -> Response:
+    """Generate for one input."""
+    with state.api_errors():
+        served = state.models.named(body.model)
+        input = checked_input(served.model.manifest, body.input)
+        arguments = state, exchange_of(request.scope), served, input, body.options()
+        if body.stream:
+            return EventStream(_events(*arguments), state.error_of)
+        return JSONResponse(await while_connected(request, _whole(*arguments)))
+
+
+async def _whole(
+    state: ServerState, exchange: Exchange, served: ServedModel, input: Input, options: GenerationOptions
+) -> dict[str, Any]:
+    """Return the results."""
+    answer, usage = new_answer("gen", "tformer.generation", served.name), Usage()
+    async with open_generation(state, exchange, served, input, options) as generation:
+        first = await generation.result()
+        usage.add(generation)
+    results = [_result(result) for result in (first, *first.alternatives)]
+    return {**answer, "results": results, **_facts(first), "usage": usage.body()}
+
+
+async def _events(
+    state: ServerState, exchange: Exchange, served: ServedModel, input: Input, options: GenerationOptions
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the pieces of the results, and at last their scores."""
+    answer, usage = new_answer("gen", "tformer.generation.piece", served.name), Usage()
+    with state.api_errors():
+        async with open_generation(state, exchange, served, input, options) as generation:
+            async for piece in generation.pieces():
+                yield {
+                    **answer,
+                    "number": piece.number,
+                    "text": piece.text,
+                    "token_ids": piece.token_ids,
+                    "token_logprobs": [finite(logprob) for logprob in piece.token_logprobs],
+                    "top_logprobs": _pairs(piece.top_logprobs),
+                    "finish_reason": piece.finish_reason,
+                }
+            first = await generation.result()
+            usage.add(generation)
+    scores = [finite(result.score) for result in (first, *first.alternatives)]
+    yield {**answer, "scores": scores, **_facts(first), "usage": usage.body()}
+
+
+def _result(result: Result) -> dict[str, Any]:
+    """Return a result as JSON. Arrays that no option asked for are left out."""
+    fields: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "score": finite(result.score),
+        "finish_reason": result.finish_reason,
+        "token_logprobs": [finite(logprob) for logprob in result.token_logprobs],
+        "top_logprobs": _pairs(result.top_logprobs),
+    }
+    if result.cross_attentions is not None:
+        fields["cross_attentions"] = result.cross_attentions.tolist()
+    if result.hidden_states:
+        fields["hidden_states"] = {name: array.tolist() for name, array in result.hidden_states.items()}
+    return fields
+
+
+def _facts(result: Result) -> dict[str, Any]:
+    """Return the times of a request, and the numbers of its guesses."""
+    facts: dict[str, Any] = {}
+    if result.timing is not None:
+        facts["timing"] = {"first_token": result.timing.first_token, "per_token": result.timing.per_token}
+    if result.speculation is not None:
+        facts["speculation"] = {"guessed": result.speculation.guessed, "accepted": result.speculation.accepted}
+    return facts
+
+
+def _pairs(positions: tuple[Alternatives, ...]) -> list[list[list[Any]]]:
+    """Return pairs of an id and its log-probability at each position."""
+    return [[[id_, finite(logprob)] for id_, logprob in pairs] for pairs in positions]
