@@ -8,6 +8,7 @@ registry       the models
 metrics        metrics in Prometheus' form
 conduct/       layers around the routes: ids, deadlines, keys, places, sizes of bodies
 state          what the routes share
+body_route     bodies in JSON, which are parsed off the event loop
 client_inputs  inputs of clients, which are untrusted
 event_stream   answers that end when their client is gone
 generation     opens requests of a model under the limits of the server

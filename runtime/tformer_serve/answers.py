@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
+from starlette.responses import Response
 
 from tformer_runtime.decoding.sequence import Alternatives
 from tformer_runtime.model import Model
 from tformer_serve.generation import now
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
+MAX_LOOP_NUMBERS = 10_000  # an answer with more is written in another thread
+MAX_ANSWER_NUMBERS = 1 << 20  # some 20 MB of JSON
 MIN_LOGPROB = -9999.0  # in the place of −∞, which JSON lacks, as in OpenAI's API
 
 
@@ -67,6 +73,19 @@ class Logprobs:
         if self._codec is None:
             return str(id_)
         return self._codec.decode([id_]) or self._codec.token(id_)
+
+
+async def json_response(make_body: Callable[[], Any], count: int) -> Response:
+    """Return a response in JSON. make_body: called in another thread if there are many numbers. count: of numbers.
+
+    msgspec writes a million numbers in 0.1 s, json in more than one.
+    """
+
+    def content() -> bytes:
+        return msgspec.json.encode(make_body())
+
+    body = content() if count <= MAX_LOOP_NUMBERS else await asyncio.to_thread(content)
+    return Response(body, media_type="application/json")
 
 
 def finite(logprob: float) -> float:

@@ -78,7 +78,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
 @click.option("--tls-cert", type=_FILE, help="Serve https with this certificate, in PEM.")
 @click.option("--tls-key", type=_FILE, help="The key of the certificate, if that has none.")
-@click.option("--log-prompts", is_flag=True, help="Log the bodies of requests.")
+@click.option("--log-prompts", is_flag=True, help="Log the bodies of requests, and the messages of errors.")
 @click.option("--verbose", is_flag=True, help="Write the traceback of an error.")
 @click.version_option(package_name="tformer")
 def main(
@@ -120,7 +120,7 @@ def main(
         )
         check_certificate(tls_cert, tls_key)
         memory = None if values["max_memory"] is None else bytes_of(values["max_memory"])
-        set_up_logs()
+        set_up_logs(options.log_prompts)
         with bind(host, port) as bound:  # before the files are read, which may take long
             models = Models.load(
                 [ModelFile.parse(file) for file in files],

@@ -7,8 +7,9 @@ the runtime.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,8 @@ from tformer_runtime.base.errors import (
 
 CLIENT_GONE_STATUS = 499  # of logs and metrics alone: no client reads it
 _INVALID, _SERVER = "invalid_request_error", "server_error"
+MAX_RETRY_SECONDS = 60.0
+MAX_NAMES = 10  # in a sentence
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -59,6 +62,12 @@ class ApiError(Exception):
 
 class ClientGoneError(Exception):
     """The client has closed its connection. There is nobody to answer."""
+
+
+def full_error(message: str, seconds: float) -> ApiError:
+    """Return the error of a request for which there is no place. seconds: after which there may be one."""
+    headers = {"Retry-After": str(math.ceil(min(max(seconds, 1.0), MAX_RETRY_SECONDS)))}
+    return ApiError(429, message, "queue_full", type="rate_limit_error", headers=headers)
 
 
 def stopping_error() -> ApiError:
@@ -114,6 +123,12 @@ def _renamed(sentence: str, names: Mapping[str, str]) -> str:
         return sentence
     pattern = r"\b(" + "|".join(map(re.escape, names)) + r")\b"
     return re.sub(pattern, lambda match: names[match[1]], sentence)
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """Return names for a sentence: the first of many, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 async def send_error(send: Send, error: ApiError) -> None:

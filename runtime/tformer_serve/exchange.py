@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tformer_runtime.base.errors import DeadlineError
 from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE
 
+MAX_LOOP_BYTES = 16 << 10  # of a body; work on a larger one may take long
+
 _KEY = "tformer_exchange"  # in the scope of ASGI
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -18,6 +23,7 @@ class Exchange:
     """A request and its response. Times are by `time.monotonic`.
 
     id: of the client, or of this server.
+    body_bytes: the size of the body.
     model: the name of the model that computes the response.
     deadline_at: the time at which the response must be complete.
     prompt_tokens, completion_tokens: that were read and generated.
@@ -29,6 +35,7 @@ class Exchange:
     method: str
     path: str
     started_at: float = field(default_factory=time.monotonic)
+    body_bytes: int = 0
     model: str | None = None
     deadline_at: float | None = None
     prompt_tokens: int = 0
@@ -53,3 +60,13 @@ def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
     """Return the exchange of a scope of ASGI."""
     exchange: Exchange = scope[_KEY]
     return exchange
+
+
+async def on_body(exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of work on a body: at once for a small one, from another thread for a large one.
+
+    The event loop serves others meanwhile, but for the moments that a single call into C takes.
+    """
+    if exchange.body_bytes <= MAX_LOOP_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)

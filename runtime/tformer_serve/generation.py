@@ -21,7 +21,7 @@ from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.event_stream import merged
-from tformer_serve.exchange import Exchange
+from tformer_serve.exchange import Exchange, on_body
 from tformer_serve.metrics import Metrics
 from tformer_serve.registry import ServedModel
 from tformer_serve.state import ServerState
@@ -29,7 +29,8 @@ from tformer_serve.state import ServerState
 MAX_CONSTRAINT_BYTES = 64 << 10  # llguidance takes about a second for as much
 MAX_TOP_LOGPROBS = 100  # a token has as many pairs of numbers
 MAX_STOP_CHARACTERS = 1024  # each token is compared with the beginnings of all stop strings
-MAX_BAD_WORDS_IDS = 10_000  # each token is compared with the sequences of each length
+MAX_IDS = 10_000  # of an option; those of bad_words_ids are compared with each token
+_OPTIONS_OF_IDS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "logit_bias")
 
 T = TypeVar("T")
 
@@ -70,8 +71,7 @@ async def open_generation(
     Raise the errors of `AsyncModel.open`.
     """
     exchange.model = served.name
-    settings = served.model.settings(options, {})
-    _check_size(settings, served.max_batch_size)
+    settings = await on_body(exchange, _checked_settings, served, options)
     if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
         await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
     async with served.aio.open(input, options, exchange.seconds_left()) as opened:
@@ -158,6 +158,25 @@ async def run_limited(executor: Executor, exchange: Exchange, work: Callable[...
         raise DeadlineError(DEADLINE_MESSAGE) from None
 
 
+def _checked_settings(served: ServedModel, options: GenerationOptions) -> Settings:
+    """Return the settings of a request. Raise the errors of `Model.settings`, and those of `_check_size`."""
+    _check_ids(options)
+    settings = served.model.settings(options, {})
+    _check_size(settings, served.max_batch_size)
+    return settings
+
+
+def _check_ids(options: GenerationOptions) -> None:
+    """Raise OptionError for too many ids of a client. Those of the file may be as many as they are."""
+    for name in _OPTIONS_OF_IDS:
+        ids = getattr(options, name) or ()
+        count = sum(map(len, ids)) if name == "bad_words_ids" else len(ids)
+        if count > MAX_IDS:
+            raise OptionError(
+                f"{name} has {count:,} ids, and this server takes at most {MAX_IDS:,}: leave some out", option=name
+            )
+
+
 def _check_size(settings: Settings, max_rows: int) -> None:
     """Raise OptionError for a request that is too large for a server."""
     if settings.width > max_rows:
@@ -168,16 +187,11 @@ def _check_size(settings: Settings, max_rows: int) -> None:
             f"top_logprobs={settings.top_logprobs} is more than the {MAX_TOP_LOGPROBS} of this server",
             option="top_logprobs",
         )
-    stop, bad = sum(map(len, settings.stop_strings)), sum(map(len, settings.bad_words_ids))
+    stop = sum(map(len, settings.stop_strings))
     if stop > MAX_STOP_CHARACTERS:
         raise OptionError(
             f"stop_strings has {stop:,} characters, and this server takes at most {MAX_STOP_CHARACTERS:,}: shorten it",
             option="stop_strings",
-        )
-    if bad > MAX_BAD_WORDS_IDS:
-        raise OptionError(
-            f"bad_words_ids has {bad:,} ids, and this server takes at most {MAX_BAD_WORDS_IDS:,}: leave some out",
-            option="bad_words_ids",
         )
     if settings.constraint is not None:
         kind, definition = settings.constraint

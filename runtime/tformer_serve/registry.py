@@ -13,7 +13,7 @@ from typing import Any
 from tformer_runtime.async_model import AsyncModel
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.model import Model
-from tformer_serve.errors import ApiError
+from tformer_serve.errors import ApiError, names_in_words
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -90,7 +90,7 @@ class Models(Mapping[str, ServedModel]):
     def named(self, name: str) -> ServedModel:
         """Return the model that a request names. Raise ApiError if there is none."""
         if name not in self._models:
-            known = ", ".join(self._models)
+            known = names_in_words(list(self._models))
             message = f"there is no model {name[:200]!r}: this server has {known}"
             raise ApiError(404, message, "model_not_found", "model")
         return self._models[name]

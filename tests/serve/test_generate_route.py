@@ -10,6 +10,7 @@ from support.servers import RunningServer
 from support.toy_models import END_ID, Toy
 
 from tformer_runtime import Model
+from tformer_serve.routes import generate
 
 CASES = [
     ("pronounce", "hello", {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}),
@@ -49,6 +50,22 @@ def test_results_equal_those_of_the_model(server, references, number):
     assert answer["usage"]["completion_tokens"] == tokens
     assert answer["timing"]["first_token"] > 0
     assert ("speculation" in answer) == (expected.speculation is not None)
+
+
+def test_arrays_that_are_too_large_for_an_answer_are_refused(server, monkeypatch):
+    body = {"model": "pronounce", "input": "hello", "max_new_tokens": 5, "suppress_tokens": [END_ID]}
+    whole = server.post("/v1/generate", {**body, "cross_attentions": True}).json()["results"][0]["cross_attentions"]
+    count = np.size(whole)
+    monkeypatch.setattr(generate, "MAX_ANSWER_NUMBERS", count)
+    assert server.post("/v1/generate", {**body, "cross_attentions": True}).status_code == 200
+    for name in ("cross_attentions", "hidden_states"):
+        longer = {**body, "max_new_tokens": 6, name: True}
+        error = server.post("/v1/generate", longer).json()["error"]
+        assert f", and an answer of this server at most {count:,}: generate fewer tokens" in error["message"]
+        assert error["param"] == name
+        streamed = server.post("/v1/generate", {**longer, "stream": True})
+        assert streamed.status_code == 400
+        assert streamed.json()["error"]["message"] == f"{name} are in whole answers alone: leave out stream"
 
 
 def events_of(response):

@@ -25,6 +25,8 @@ COMPLETIONS = {
     "no prompt": ({"prompt": None}, "prompt", "prompt should be a valid "),
     "empty prompt": ({"prompt": ""}, None, None),
     "no prompts": ({"prompt": []}, None, "the prompt is an empty list: give a text, ids, or"),
+    "prompts": ({"prompt": [[5]] * 2049}, "prompt", "prompt has more than 2,048 parts: send fewer"),
+    "texts": ({"prompt": ["a"] * 2049}, "prompt", "prompt has more than 2,048 parts: send fewer"),
     "character": ({"prompt": "é"}, None, "'é' (character 1 of the input) is not in the model's vocabulary"),
     "id": ({"prompt": [99]}, None, "id 99 (number 1 of the input) is not in the model's vocabulary"),
     "long": ({"prompt": "a" * 70}, None, "the input is 71 tokens long and the model holds 64"),
@@ -62,6 +64,9 @@ CHATS = {
     "tool_choice": ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
     "tool": ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice",
              "tool_choice names 'fly', and the tools are run"),
+    "tool of many": ({"tools": [{**TOOL, "function": {"name": f"t{i}"}} for i in range(99)],
+                      "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice",
+                     "and the tools are t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and 89 more"),
     "tool name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "tools[0]"),
     "tool and form": ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format",
                       "response_format and tools exclude each other"),
@@ -80,6 +85,8 @@ GENERATES = {
     "constraint": ({"regex": "(", }, None, "the regex '(' cannot be used: "),
     "long constraint": ({"regex": "a" * 70_000}, "regex", "regex has 70,000 bytes, and this server compiles at most"),
     "long choices": ({"choices": ["a" * 40_000, "b" * 40_000]}, "choices", "choices has 80,000 bytes"),
+    "biases": ({"logit_bias": {str(i): 1 for i in range(10_001)}}, "logit_bias", "logit_bias has 10,001 ids, and"),
+    "suppressed": ({"suppress_tokens": [5] * 10_001}, "suppress_tokens", "suppress_tokens has 10,001 ids, and this"),
     "bad words": ({"bad_words_ids": [[5]] * 10_001}, "bad_words_ids", "bad_words_ids has 10,001 ids, and this server"),
     "attentions": ({"cross_attentions": True}, None, "holds no cross-attention weights: export the model with"),
     "names": ({"input": {"wrong": "a"}}, None, "the model reads tgt, not wrong"),
@@ -148,6 +155,12 @@ def test_first_errors_of_a_body_end_its_checks(server, monkeypatch, path, body):
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
     assert max(counts) < 10
+
+
+def test_body_with_too_many_lists_is_refused(server):
+    answer = server.post("/v1/completions", {**COMPLETION, "prompt": [[]] * 200_001})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body has more than 200,000 lists and objects: send less at once"
 
 
 def nested(depth):

@@ -26,8 +26,8 @@ PIPELINE = (
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
-    "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "client_inputs", "event_stream",
-    "generation", "schemas", "answers", "routes", "app", "server", "cli",
+    "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route", "client_inputs",
+    "event_stream", "generation", "schemas", "answers", "routes", "app", "server", "cli",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tformer_serve.errors import ApiError, stopping_error
+from tformer_serve.errors import full_error, stopping_error
+
+_SHARE_OF_LATEST = 0.1  # in the mean of times
 
 
 class Admission:
@@ -25,8 +28,16 @@ class Admission:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.open, self.draining = limit, 0, False
+        self._seconds = 0.0  # of a request, in the mean
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count the seconds of a request that has ended. Requests that are refused are told their mean as Retry-After.
+
+        By Little's law as many requests as are open end within the mean time of one.
+        """
+        self._seconds += _SHARE_OF_LATEST * (seconds - self._seconds)
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
@@ -41,7 +52,7 @@ class Admission:
         """Take more places for a request that has one. Raise ApiError if there are not as many."""
         if self.open + count > self.limit:
             message = f"the server has {self.open} requests and takes {self.limit} at once: send this one again later"
-            raise ApiError(429, message, "queue_full", type="rate_limit_error", headers={"Retry-After": "1"})
+            raise full_error(message, self._seconds)
         self.open += count
         self._idle.clear()
         try:
@@ -66,4 +77,8 @@ class Admitted:
             await self._app(scope, receive, send)
             return
         with self._admission.place():
-            await self._app(scope, receive, send)
+            started_at = time.monotonic()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._admission.add_seconds(time.monotonic() - started_at)

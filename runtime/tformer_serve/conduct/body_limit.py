@@ -24,7 +24,9 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body: bytes | None = await self._body(scope, receive)
+        content = await self._body(scope, receive)
+        exchange_of(scope).body_bytes = len(content)
+        body: bytes | None = content
         if self._logs_bodies and body:
             log("body", request_id=exchange_of(scope).id, body=body.decode("utf-8", "replace"))
 

@@ -15,8 +15,9 @@ from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import FINISH, Logprobs, new_answer
+from tformer_serve.body_route import BodyRoute
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of
+from tformer_serve.exchange import Exchange, exchange_of, on_body
 from tformer_serve.generation import Usage, pieces_of, results_of, run_limited
 from tformer_serve.registry import ServedModel
 from tformer_serve.schemas.chat import ChatRequest
@@ -24,16 +25,16 @@ from tformer_serve.schemas.openai_options import checked_options
 from tformer_serve.schemas.tools import call_of
 from tformer_serve.state import ServerState, State
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, state: State) -> Response:
     """Answer a conversation."""
     with state.api_errors(body.names):
-        served = state.models.named(body.model)
-        options = checked_options(served.model, body.options())
-        work = _Work(state, exchange_of(request.scope), served, options, body)
+        served, exchange = state.models.named(body.model), exchange_of(request.scope)
+        options = await on_body(exchange, lambda: checked_options(served.model, body.options()))
+        work = _Work(state, exchange, served, options, body)
         if body.stream:
             return EventStream(work.events(), lambda error: state.error_of(error, body.names))
         return JSONResponse(await while_connected(request, work.whole()))
@@ -57,7 +58,8 @@ class _Work:
     async def _prompt(self) -> Input:
         """Return the prompt of the conversation. The template runs in a process of its own, with limits."""
         model = self._served.model
-        messages = self._body.conversation(bool(model.manifest.placeholders))
+        has_places = bool(model.manifest.placeholders)
+        messages = await on_body(self._exchange, self._body.conversation, has_places)  # pictures are in base64
         descriptions = self._body.descriptions()
         return await run_limited(
             self._state.models.templates, self._exchange, model.prompt, messages, None, descriptions

@@ -13,29 +13,35 @@ from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import FINISH, Logprobs, new_answer
+from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of
+from tformer_serve.exchange import Exchange, exchange_of, on_body
 from tformer_serve.generation import Usage, pieces_of, results_of
 from tformer_serve.registry import ServedModel
 from tformer_serve.schemas.completions import NAMES, CompletionRequest
 from tformer_serve.schemas.openai_options import checked_options
 from tformer_serve.state import ServerState, State
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions")
 async def complete(body: CompletionRequest, request: Request, state: State) -> Response:
     """Complete one prompt or several."""
     with state.api_errors(NAMES):
-        served = state.models.named(body.model)
-        options = checked_options(served.model, body.options())
-        prompts = [checked_input(served.model.manifest, prompt) for prompt in body.prompts()]
-        work = _Work(state, exchange_of(request.scope), served, prompts, options, body)
+        served, exchange = state.models.named(body.model), exchange_of(request.scope)
+        prompts, options = await on_body(exchange, _read, served, body)
+        work = _Work(state, exchange, served, prompts, options, body)
         if body.stream:
             return EventStream(work.events(), lambda error: state.error_of(error, NAMES))
         return JSONResponse(await while_connected(request, work.whole()))
+
+
+def _read(served: ServedModel, body: CompletionRequest) -> tuple[list[Input], GenerationOptions]:
+    """Return the prompts and the options of a body. Raise the errors of both."""
+    options = checked_options(served.model, body.options())
+    return [checked_input(served.model.manifest, prompt) for prompt in body.prompts()], options
 
 
 class _Work:

@@ -6,16 +6,18 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tformer_serve.errors import ApiError
 
+MAX_INPUTS = 2048  # of a request, as in OpenAI's API
 _MAX_SHOWN_CHARACTERS = 100
 _REFUSED, _UNKNOWN = "refused_field", "unknown_field"
 
 T = TypeVar("T")
-Items = Annotated[list[T], FailFast()]  # one error is told, and a client could send a million
+Items = Annotated[list[T], Field(fail_fast=True)]  # one error is told, and a client could send a million
+Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
 class RequestBody(BaseModel):
@@ -78,15 +80,18 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {context.get('error', first['msg'])}", "invalid_json")
     if not field:
         return ApiError(400, "the body must be a JSON object, sent as Content-Type: application/json", "invalid_json")
+    if kind == "too_long":
+        return ApiError(400, f"{field} has more than {context['max_length']:,} parts: send fewer", "too_large", field)
     reason = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     shown = reprlib.repr(first.get("input"))  # of a value of any size and depth
     return ApiError(400, f"{field} {reason}, not {shown}", "invalid_value", field)
 
 
 def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the error to tell: a name before a value, because a wrong name may be why a value is wrong."""
+    """Return the error to tell: names before sizes, and these before values: they may be why a value is wrong."""
     names = [error for error in errors if error["type"] in (_REFUSED, _UNKNOWN)]
-    return (names or list(errors))[0]
+    sizes = [error for error in errors if error["type"] == "too_long"]  # of one of the types that a value may have
+    return (names or sizes or list(errors))[0]
 
 
 def _path(place: Sequence[Any]) -> str:

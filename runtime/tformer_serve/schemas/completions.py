@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from tformer_runtime.base.errors import InputError
-from tformer_serve.schemas.base import Items
+from tformer_serve.schemas.base import Inputs, Items
 from tformer_serve.schemas.openai_options import SHARED_NAMES, OpenAIRequest, ResponseFormat
 
 NAMES = {**SHARED_NAMES, "max_new_tokens": "max_tokens", "top_logprobs": "logprobs", "json_schema": "response_format"}
@@ -27,7 +27,7 @@ class CompletionRequest(OpenAIRequest):
         "best_of": ("ask for n answers with logprobs, and choose", (1,)),
     }
 
-    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    prompt: str | Inputs[str] | Items[int] | Inputs[Items[int]]
     max_tokens: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None

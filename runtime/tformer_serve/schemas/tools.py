@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from tformer_runtime.base.errors import OptionError
+from tformer_serve.errors import names_in_words
 from tformer_serve.schemas.base import RequestBody
 
 _NAME = r"^[A-Za-z0-9_-]{1,64}$"
@@ -63,7 +64,7 @@ def constraint(tools: Sequence[Tool], choice: Choice) -> dict[str, Any]:
     if isinstance(choice, ToolChoice):
         functions = [function for function in functions if function.name == choice.function.name]
         if not functions:
-            known = ", ".join(tool.function.name for tool in tools)
+            known = names_in_words([tool.function.name for tool in tools])
             raise OptionError(
                 f"tool_choice names {choice.function.name[:100]!r}, and the tools are {known}", option="tool_choice"
             )

@@ -16,7 +16,8 @@ from support.servers import HANG_SECONDS, RunningServer, StepGate
 from support.toy_models import END_ID
 
 from tformer_serve.conduct import body_limit, request_scope
-from tformer_serve.errors import ClientGoneError
+from tformer_serve.conduct.admission import Admission
+from tformer_serve.errors import ApiError, ClientGoneError
 from tformer_serve.metrics import Metrics
 
 LONG = {"model": "letters", "input": "hello", "suppress_tokens": [END_ID]}
@@ -67,6 +68,16 @@ def test_requests_beyond_the_places_are_refused(small):
     assert small.metric("tformer_requests_total", outcome="queue_full", route="other") >= 1
     wait_until_free(small)
     assert post(small).status_code == 200
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.02, "1"), (7.2, "8"), (1e6, "60")])
+def test_refused_client_is_told_the_mean_time_of_a_request(seconds, told):
+    admission = Admission(1)
+    for _ in range(100):
+        admission.add_seconds(seconds)
+    with admission.place(), pytest.raises(ApiError) as refused, admission.place():
+        pass
+    assert refused.value.headers["Retry-After"] == told
 
 
 def test_each_prompt_takes_a_place(small):
