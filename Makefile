@@ -1,6 +1,6 @@
 # make help         print this list
 # make demo         export the g2p checkpoint to int8 and pronounce some words
-# make serve-demo   serve the g2p and words checkpoints at http://127.0.0.1:8080/v1, with OpenAI's API
+# make serve-demo   serve the checkpoints at http://127.0.0.1:8080/v1, with OpenAI's API
 # make test         run the test suite
 # make thorough     run the tests that the suite leaves out because they take minutes
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
@@ -64,7 +64,7 @@ demo: $(READY)
 	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
 	  "See README.md; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
 
-SERVED = build/g2p.onnx build/words.onnx
+SERVED = build/g2p.onnx build/words.onnx build/languages.onnx build/elnino.onnx
 
 build/%.onnx: models/%/model.pt | $(READY)
 	mkdir -p build && $(BIN)/tformer-export $< --output $@ --force

@@ -377,8 +377,11 @@ class AsyncModel:
         call = partial(self.model.attentions_call, input, truncate, adapter, **settings)
         return await self._read_tokens(call, input, deadline)
 
-    async def _predict(self, call: SinglePassCall, input: Any, deadline: float | None) -> Any:
-        """Run a single-pass model on one input."""
+    async def run(self, call: SinglePassCall, input: Any, deadline: float | None = None) -> tuple[Any, int]:
+        """Run a call of `Model.single_pass_call` on one input. Return its result, and the number of ids of the input.
+
+        The settings of a call are checked once, for any number of inputs.
+        """
         async with self._place(deadline) as ends_at:
             reading = await self._read(partial(call.read, input), input, ends_at)
             requests = [SinglePassRequest(sources) for sources in reading.requests]
@@ -390,9 +393,12 @@ class AsyncModel:
                 check_numbers(outputs)
                 return call.result(reading, outputs)
 
-            if sum(value.size for values in outputs for value in values) > MAX_LOOP_VALUES:
-                return await asyncio.to_thread(make_result)
-            return make_result()
+            is_large = sum(value.size for values in outputs for value in values) > MAX_LOOP_VALUES
+            result = await asyncio.to_thread(make_result) if is_large else make_result()
+            return result, call.num_ids(reading)
+
+    async def _predict(self, call: SinglePassCall, input: Any, deadline: float | None) -> Any:
+        return (await self.run(call, input, deadline))[0]
 
     def _single_pass_queue(self, call: SinglePassCall, memory: MemoryShare) -> BatchQueue[SinglePassRequest]:
         return single_pass_queue(self.model.engine, self._max_batch_size, memory, call.select_outputs)

@@ -12,8 +12,10 @@ body_route     bodies in JSON, which are parsed off the event loop
 client_inputs  inputs of clients, which are untrusted
 event_stream   answers that end when their client is gone
 generation     opens requests of a model under the limits of the server
+calls          other calls than generation, of the inputs of a request
 schemas/       bodies of requests
 answers        answers in the form of OpenAI's API
+subtitles      SRT and WebVTT
 routes/        one module for each task
 app            the application
 server         listens, and stops without losing a request

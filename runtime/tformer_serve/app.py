@@ -50,7 +50,12 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, logs_bodies=options.log_prompts)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=options.max_body_bytes,
+        max_upload_bytes=options.max_upload_bytes,
+        logs_bodies=options.log_prompts,
+    )
     app.add_middleware(Admitted, admission=admission)
     app.add_middleware(ApiKeys, keys=options.api_keys)
     app.add_middleware(RequestScope, metrics=metrics, timeout=options.timeout)

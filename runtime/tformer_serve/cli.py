@@ -17,7 +17,14 @@ from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences
 from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
 from tformer_runtime.tasks.settings import bytes_of
-from tformer_serve.options import DEFAULT_PORT, DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, ServerOptions
+from tformer_serve.options import (
+    DEFAULT_PORT,
+    DRAIN_SECONDS,
+    MAX_BODY_BYTES,
+    MAX_QUEUE,
+    MAX_UPLOAD_BYTES,
+    ServerOptions,
+)
 
 _MAX_SECONDS = 1e9
 _SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
@@ -61,6 +68,13 @@ _FILE = click.Path(path_type=Path)
     default=f"{MAX_BODY_BYTES >> 20}M",
     show_default=True,
     help="Refuse larger bodies of requests with 413.",
+)
+@click.option(
+    "--max-upload",
+    metavar="SIZE",
+    default=f"{MAX_UPLOAD_BYTES >> 20}M",
+    show_default=True,
+    help="Refuse larger forms with a sound with 413.",
 )
 @click.option(
     "--timeout",
@@ -114,6 +128,7 @@ def main(
             timeout=values["timeout"],
             drain_seconds=values["drain_seconds"],
             max_body_bytes=bytes_of(values["max_body"], "max_body"),
+            max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
             api_keys=() if key_file is None else read_api_keys(key_file),
             cors_origins=values["cors_origin"],
             log_prompts=values["log_prompts"],

@@ -28,6 +28,16 @@ from tformer_runtime.base.errors import (
 
 CLIENT_GONE_STATUS = 499  # of logs and metrics alone: no client reads it
 _INVALID, _SERVER = "invalid_request_error", "server_error"
+_PATHS = {  # of calls of `Model`
+    "generate": "/v1/completions",
+    "classify": "/v1/classify",
+    "embed": "/v1/embeddings",
+    "entities": "/v1/entities",
+    "answer": "/v1/answer",
+    "fill": "/v1/fill",
+    "transcribe": "/v1/audio/transcriptions",
+    "forecast": "/v1/forecast",
+}
 MAX_RETRY_SECONDS = 60.0
 MAX_NAMES = 10  # in a sentence
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -105,10 +115,16 @@ def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         # The clients of OpenAI read the header: a request that was too long will be so again.
         return ApiError(504, message, "deadline", type="timeout_error", headers={"X-Should-Retry": "false"})
     if isinstance(error, UnsupportedCallError):
-        return ApiError(400, message, "unsupported")
+        return ApiError(400, _with_paths(message), "unsupported")
     if isinstance(error, MissingExtraError):
         return ApiError(501, message, "missing_extra", type=_SERVER)
     return ApiError(500, message, "server_error", type=_SERVER)
+
+
+def _with_paths(sentence: str) -> str:
+    """Return a sentence with the path of a call in the place of its name in Python."""
+    sentence = sentence.replace(" or predict()", "").replace(", or take them with predict()", "")
+    return re.sub(r"\bcall (\w+)\(\)", lambda match: f"send it to {_PATHS.get(match[1], match[1])}", sentence)
 
 
 def unforeseen_error(request_id: str) -> ApiError:

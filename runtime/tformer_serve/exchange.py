@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, MutableMapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -60,6 +61,18 @@ def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
     """Return the exchange of a scope of ASGI."""
     exchange: Exchange = scope[_KEY]
     return exchange
+
+
+async def run_limited(executor: Executor | None, exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of work in another thread. Raise DeadlineError if it takes longer than the request may.
+
+    executor: has the thread; None for one of the event loop's.
+    """
+    try:
+        async with asyncio.timeout(exchange.seconds_left()):
+            return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
+    except TimeoutError:
+        raise DeadlineError(DEADLINE_MESSAGE) from None
 
 
 async def on_body(exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:

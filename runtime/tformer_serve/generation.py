@@ -8,20 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tformer_runtime.async_model import OpenRequest
-from tformer_runtime.base.errors import DeadlineError, OptionError
+from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import Result
-from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.event_stream import merged
-from tformer_serve.exchange import Exchange, on_body
+from tformer_serve.exchange import Exchange, on_body, run_limited
 from tformer_serve.metrics import Metrics
 from tformer_serve.registry import ServedModel
 from tformer_serve.state import ServerState
@@ -147,15 +145,6 @@ async def _all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def run_limited(executor: Executor, exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of work in another thread. Raise DeadlineError if it takes longer than the request may."""
-    try:
-        async with asyncio.timeout(exchange.seconds_left()):
-            return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
-    except TimeoutError:
-        raise DeadlineError(DEADLINE_MESSAGE) from None
 
 
 def _checked_settings(served: ServedModel, options: GenerationOptions) -> Settings:

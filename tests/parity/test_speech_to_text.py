@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import itertools
 import json
 import threading
 from dataclasses import replace
 
 import numpy as np
+import openai
 import pytest
 import soundfile
 import torch
 import transformers
 from support.command_lines import failed, run
+from support.servers import RunningServer
 from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
@@ -482,3 +485,51 @@ def test_model_in_memory_and_its_folder_give_the_same_source(exported):
         assert getattr(source, name) == getattr(folder_source, name)
     with pytest.raises(SourceError, match="has no feature extractor"):
         from_transformers(model)
+
+
+def test_server_transcribes_as_the_model_does(exported):
+    """At load, too: windows of several sounds are decoded together."""
+    path = exported[1]
+    model, files = Model.load(path, "cpu", threads=1), []
+    for samples in (*LONG, *SHORT):
+        file = io.BytesIO()
+        soundfile.write(file, samples, RATE, format="WAV", subtype="FLOAT")
+        files.append(file.getvalue())
+    cases = [
+        ({}, {}),
+        ({"language": "de"}, {"language": "de"}),
+        ({"extra_body": {"task": "translate"}}, {"task": "translate"}),
+    ]
+    plan = [(file, *case) for case in cases for file in files]
+    expected = [model.transcribe(file, timestamps=True, **settings) for file, _, settings in plan]
+
+    async def transcribe(client, file, fields):
+        return await client.audio.transcriptions.create(
+            model="dictation", file=("a.wav", file), response_format="verbose_json", **fields
+        )
+
+    async def transcribe_all(server):
+        async with server.async_client() as client:
+            return await asyncio.gather(*(transcribe(client, file, fields) for file, fields, _ in plan))
+
+    with RunningServer({"dictation": path}) as server:
+        answers = asyncio.run(transcribe_all(server))
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert (answer.text, answer.language) == (wanted.text, wanted.language)
+            assert [(segment.text, segment.start, segment.end) for segment in answer.segments] == [
+                (segment.text, segment.start, segment.end) for segment in wanted.segments
+            ]
+        assert server.models["dictation"].model.memory()["used_bytes"] == 0
+        plain = server.client().audio.transcriptions.create(model="dictation", file=("a.wav", files[3]))
+        assert plain.text == model.transcribe(files[3]).text
+        with pytest.raises(openai.BadRequestError, match="timestamp_granularities may be segment for this model"):
+            server.client().audio.transcriptions.create(
+                model="dictation", file=("a.wav", files[3]), response_format="verbose_json",
+                timestamp_granularities=["word"],
+            )  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match="language must be one of de, en, fr, not 'xx'"):
+            server.client().audio.transcriptions.create(model="dictation", file=("a.wav", files[3]), language="xx")
+        with pytest.raises(
+            openai.BadRequestError, match="transcribes speech: it cannot generate; send it to /v1/audio/tr"
+        ):
+            server.client().completions.create(model="dictation", prompt="a")

@@ -1,8 +1,9 @@
-"""A server of three tiny models, which the tests of a module share, and the same models for comparison."""
+"""Servers of tiny models, which tests share, and the same models for comparison."""
 
 from __future__ import annotations
 
 import pytest
+from support.served_tasks import write_tasks
 from support.servers import RunningServer, write_chat_model
 from support.toy_models import Toy
 
@@ -29,4 +30,22 @@ def references(files):
 @pytest.fixture(scope="module")
 def server(files):
     with RunningServer(files) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def task_files(tmp_path_factory):
+    """Return name → file of tasks that do not generate."""
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="session")
+def task_models(task_files):
+    """Return name → a model that no server has."""
+    return {name: Model.load(path, "cpu", threads=1) for name, path in task_files.items()}
+
+
+@pytest.fixture(scope="session")
+def task_server(task_files, files):
+    with RunningServer({**task_files, "letters": files["letters"]}) as running:
         yield running

@@ -27,7 +27,7 @@ PIPELINE = (
 )  # fmt: skip
 SERVER = (
     "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route", "client_inputs",
-    "event_stream", "generation", "schemas", "answers", "routes", "app", "server", "cli",
+    "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app", "server", "cli",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

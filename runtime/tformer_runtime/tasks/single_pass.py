@@ -119,6 +119,12 @@ class SinglePassCall:
             return reading
         return replace(reading, requests=[{**request, **self._adapter_input} for request in reading.requests])
 
+    def num_ids(self, reading: TaskInput) -> int:
+        """Return the number of ids of an input, those that windows share counted in each."""
+        encode = self.task.manifest.encode
+        names = [spec.name for spec in encode.inputs if spec.role == "ids"] if encode else []
+        return sum(int(request[name].size) for request in reading.requests for name in names)
+
     def result(self, reading: TaskInput, outputs: Sequence[Outputs]) -> Any:
         """Return the result of an input. outputs: of each of its requests."""
         return self.task.make_result(reading, outputs, self._settings)

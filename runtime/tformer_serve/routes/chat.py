@@ -17,8 +17,8 @@ from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import FINISH, Logprobs, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of, on_body
-from tformer_serve.generation import Usage, pieces_of, results_of, run_limited
+from tformer_serve.exchange import Exchange, exchange_of, on_body, run_limited
+from tformer_serve.generation import Usage, pieces_of, results_of
 from tformer_serve.registry import ServedModel
 from tformer_serve.schemas.chat import ChatRequest
 from tformer_serve.schemas.openai_options import checked_options

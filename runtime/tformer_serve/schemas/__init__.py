@@ -6,4 +6,9 @@ completions     /v1/completions
 chat            /v1/chat/completions
 tools           functions that an answer may call, as constraints
 generate        /v1/generate: every option of `GenerationOptions`
+single_pass     /v1/classify, /v1/entities, /v1/answer, /v1/fill
+embeddings      /v1/embeddings, /v1/similarity, /v1/rerank
+forecast        /v1/forecast
+forms           forms with a file
+transcriptions  /v1/audio/transcriptions
 """

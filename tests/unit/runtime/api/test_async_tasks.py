@@ -181,6 +181,24 @@ def test_fifty_concurrent_calls_equal_those_of_model(load, name):
     assert model.memory()["used_bytes"] == model.budget.reserved_bytes == 0
 
 
+def test_call_runs_on_many_inputs_and_counts_their_ids(load):
+    """Windows of a text share ids, which are counted in each."""
+    model = load("spans")
+    call = model.single_pass_call("label spans", {"doc_stride": 2})
+    texts = [*TEXTS, "day " * 19]
+    expected = model.entities(texts, doc_stride=2)
+
+    async def ask():
+        async with AsyncModel(model) as aio:
+            return await asyncio.gather(*(aio.run(call, text) for text in texts))
+
+    results = run(ask())
+    assert_same([spans for spans, _ in results], expected)
+    counts = [count for _, count in results]
+    assert counts[: len(TEXTS)] == [len(text.split()) + 2 for text in TEXTS]
+    assert counts[-1] == (10 + 2) + (10 + 2) + (3 + 2)  # windows of 10 words, of which two are shared
+
+
 @pytest.mark.parametrize("memory", [None, 2])
 def test_generation_and_other_calls_of_one_model_run_together(load, memory):
     """With a limit of memory, too, which fits few of the requests."""
