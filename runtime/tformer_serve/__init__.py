@@ -1,5 +1,6 @@
 """A server of model files, with OpenAI's API: `tformer-serve FILE.onnx …`. docs/serving.md describes it.
 
+abilities      the paths of a model
 errors         errors in the form of OpenAI's API
 options        how a server treats its clients
 exchange       a request and its response, for logs, metrics and the deadline

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tformer_runtime.async_model import AsyncModel
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.model import Model
+from tformer_serve.abilities import abilities_of
 from tformer_serve.errors import ApiError, names_in_words
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -46,6 +48,11 @@ class ServedModel:
     model: Model
     max_batch_size: int
     created: int
+
+    @cached_property
+    def abilities(self) -> dict[str, Any]:
+        """The paths of the model, and facts for its form."""
+        return abilities_of(self.model.manifest)
 
     def start(self, max_pending: int) -> None:
         """Start the thread that decodes. max_pending: requests that the server may open at once."""

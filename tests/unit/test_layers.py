@@ -26,8 +26,9 @@ PIPELINE = (
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
-    "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route", "client_inputs",
-    "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app", "server", "cli",
+    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route",
+    "client_inputs", "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app",
+    "server", "cli",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

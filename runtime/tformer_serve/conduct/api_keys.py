@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tformer_runtime.base.errors import OptionError
 from tformer_serve.errors import ApiError
 
-_OPEN_PATHS = ("/health/live", "/health/ready")  # of an orchestrator, which has no key
+_OPEN_PATHS = ("/health/live", "/health/ready", "/")  # of an orchestrator and of a browser, which have no key yet
+_OPEN_FOLDER = "/page/"  # the files of the page, which has a field for the key
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -34,14 +35,18 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+
 class ApiKeys:
-    """Refuses requests without a key. Health checks need none."""
+    """Refuses requests without a key. Health checks and the files of the page need none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and self._keys and not _is_open(scope["path"]):
             self._check(Headers(scope=scope).get("Authorization", ""))
         await self._app(scope, receive, send)
 

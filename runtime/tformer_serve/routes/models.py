@@ -30,6 +30,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
     manifest = served.model.manifest
     facts = {
         "task": manifest.task,
+        **served.abilities,
         "max_length": manifest.max_length,
         "max_batch_size": served.max_batch_size,
         "device": served.model.device,
