@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tformer_runtime.base.errors import UnsupportedCallError
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest import CROSS_ATTENTIONS, Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
 from tformer_runtime.preprocess.series import SeriesPreprocessor
@@ -36,6 +36,7 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
     """Return the paths that a model has, and facts for its form.
 
     reads: "text", "pictures", "sounds", "series" or "numbers".
+    aligns: whether /v1/generate gives cross_attentions.
     times: of which a transcription has, "word" or "segment".
     mask: the token that /v1/fill fills in.
     series: the columns of a history, those of a forecast, and the lengths of both.
@@ -52,7 +53,9 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
         return {"paths": ["/v1/forecast"], "reads": "series", "series": facts}
     if generates(manifest):
         chat = ["/v1/chat/completions"] if manifest.chat_template is not None and manifest.takes_prompt else []
-        return {"paths": [*chat, "/v1/completions", "/v1/generate"], "reads": _kind_of_input(manifest)}
+        aligns = any(extra.kind == CROSS_ATTENTIONS for extra in manifest.extras)
+        paths = [*chat, "/v1/completions", "/v1/generate"]
+        return {"paths": paths, "reads": _kind_of_input(manifest), "aligns": aligns}
     if is_speech_to_text(manifest):
         return {"paths": ["/v1/audio/transcriptions"], "reads": "sounds", "times": "segment"}
     if manifest.decode is not None:

@@ -43,6 +43,7 @@ def test_results_equal_those_of_the_model(server, references, number):
         assert ("cross_attentions" in result) == (one.cross_attentions is not None)
         if one.cross_attentions is not None:
             np.testing.assert_allclose(result["cross_attentions"], one.cross_attentions, atol=1e-4)
+            assert result["labels"] == list(references[name].labels(input_, one))
             assert set(result["hidden_states"]) == set(one.hidden_states)
             for module, array in one.hidden_states.items():
                 np.testing.assert_allclose(result["hidden_states"][module], array, atol=1e-3)

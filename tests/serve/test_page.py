@@ -114,6 +114,22 @@ def test_text_is_completed(task_server, references, open_page):
     assert page.locator(".result .text").evaluate("node => node.textContent") == expected
 
 
+def test_alignment_is_a_heat_map(files, references, open_page):
+    with RunningServer({"pronounce": files["pronounce"]}) as server:
+        page = open_page(server)
+        page.get_by_label("Source").fill("hello")
+        page.get_by_role("button", name="Align").click()
+        table = page.get_by_role("region", name="Heat map")
+        table.wait_for()
+        expected = references["pronounce"].generate("hello", cross_attentions=True)
+        source, tokens = references["pronounce"].labels("hello", expected)
+        assert [head.inner_text() for head in table.locator("thead th").all()] == source
+        assert [head.inner_text() for head in table.locator("tbody th").all()] == tokens
+        shown = [[float(box.get_attribute("fill-opacity")) for box in row.locator("rect").all()]
+                 for row in table.locator("tbody tr").all()]  # fmt: skip
+        np.testing.assert_allclose(shown, expected.cross_attentions, atol=1e-4)
+
+
 def test_spans_are_coloured_in_their_text(task_server, task_models, open_page):
     page = open_page(task_server)
     choose(page, "spans")

@@ -2,11 +2,12 @@
 
 import { base64, events, post, postForm } from "./api.js";
 import { element, field, scores, spanned } from "./dom.js";
-import { plot, short } from "./plot.js";
+import { heatMap, plot, short } from "./plot.js";
 
 const FORMS = {
   "/v1/chat/completions": ["Chat", chat],
   "/v1/completions": ["Completion", completion],
+  "/v1/generate": ["Alignment", alignment],
   "/v1/classify": ["Classes", classes],
   "/v1/entities": ["Spans", entities],
   "/v1/answer": ["Answer", answer],
@@ -19,7 +20,7 @@ const FORMS = {
 
 /** Return the elements of a model's forms. */
 export function formOf(model) {
-  const paths = model.tformer.paths.filter((path) => FORMS[path]);
+  const paths = model.tformer.paths.filter((path) => FORMS[path] && (path !== "/v1/generate" || model.tformer.aligns));
   const readable = model.tformer.reads !== "numbers";
   if (!paths.length || !readable) {
     const list = model.tformer.paths.join(", ") || "no path";
@@ -109,6 +110,16 @@ function completion(model) {
     for await (const event of events("/v1/completions", body, signal)) output.append(event.choices[0]?.text ?? "");
   };
   return runner("Generate", [field("Text", text), options], run);
+}
+
+function alignment(model) {
+  const text = area();
+  return runner("Align", [field("Source", text)], async (result, signal) => {
+    const body = { model: model.id, input: text.value, cross_attentions: true };
+    const [best] = (await post("/v1/generate", body, signal)).results;
+    const [source, tokens] = best.labels;
+    result.replaceChildren(element("p", { class: "text" }, best.text), heatMap(source, tokens, best.cross_attentions));
+  });
 }
 
 function classes(model) {

@@ -1,4 +1,4 @@
-// A forecast as a plot over its history.
+// A forecast as a plot over its history, and an alignment as a heat map.
 
 import { element, svg } from "./dom.js";
 
@@ -46,4 +46,22 @@ function ticks(low, high) {
 
 export function short(value) {
   return String(Number(value.toPrecision(5)));
+}
+
+/** Return a table of weights: a column for each source token, a row for each token of the result. */
+export function heatMap(source, tokens, weights) {
+  const head = element("tr", {}, element("td"), ...source.map((token) => element("th", { scope: "col" }, token)));
+  const rows = tokens.map((token, i) => {
+    const best = weights[i].indexOf(Math.max(...weights[i]));
+    const cells = weights[i].map((weight, j) => {
+      const box = svg("svg", { viewBox: "0 0 1 1", preserveAspectRatio: "none", "aria-hidden": "true" },
+        svg("rect", { width: 1, height: 1, "fill-opacity": weight }));
+      const note = `${token}, ${source[j]}: ${weight.toFixed(3)}`;
+      return element("td", { title: note, class: j === best ? "best" : undefined }, box, element("span", { class: "hidden" }, weight.toFixed(2)));
+    });
+    return element("tr", {}, element("th", { scope: "row" }, token), ...cells);
+  });
+  const caption = element("caption", {}, "Weights of the source (columns) for each token of the result (rows)");
+  const table = element("table", { class: "heat" }, caption, element("thead", {}, head), element("tbody", {}, ...rows));
+  return element("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Heat map" }, table);
 }

@@ -13,6 +13,7 @@ from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.sequence import Alternatives
+from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import MAX_ANSWER_NUMBERS, finite, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
@@ -55,7 +56,8 @@ async def _whole(
     results = (first, *first.alternatives)
 
     def make_body() -> dict[str, Any]:
-        return {**answer, "results": list(map(_result, results)), **_facts(first), "usage": usage.body()}
+        fields = [_result(served.model, input, result) for result in results]
+        return {**answer, "results": fields, **_facts(first), "usage": usage.body()}
 
     return await json_response(make_body, _checked_count(results))
 
@@ -102,8 +104,8 @@ async def _events(
     yield {**answer, "scores": scores, **_facts(first), "usage": usage.body()}
 
 
-def _result(result: Result) -> dict[str, Any]:
-    """Return a result as JSON. Arrays that no option asked for are left out."""
+def _result(model: Model, input: Input, result: Result) -> dict[str, Any]:
+    """Return a result as JSON. Arrays that no option asked for are left out. Alignments have `Model.labels`."""
     fields: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,
@@ -114,6 +116,7 @@ def _result(result: Result) -> dict[str, Any]:
     }
     if result.cross_attentions is not None:
         fields["cross_attentions"] = result.cross_attentions.tolist()
+        fields["labels"] = model.labels(input, result)
     if result.hidden_states:
         fields["hidden_states"] = {name: array.tolist() for name, array in result.hidden_states.items()}
     return fields
