@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
+import threading
 
 import httpx
 import numpy as np
@@ -249,3 +251,43 @@ def test_paths_are_described(task_server):
         content = paths[f"/v1/{route}"]["post"]["requestBody"]["content"]
         assert "application/json" in content
     assert "multipart/form-data" in json.dumps(paths["/v1/audio/transcriptions"])
+
+
+ROUTES = {case[0]: body_of(case) for case in CASES} | {
+    "embeddings": {"model": "vector", "input": TEXTS},
+    "similarity": {"model": "vector", "inputs": TEXTS},
+    "rerank": {"model": "relevance", "query": "a", "documents": TEXTS},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_deadline_ends_a_request(task_server, route):
+    late = task_server.post(f"/v1/{route}", ROUTES[route], headers={"X-Request-Timeout": "1e-9"})
+    assert late.status_code == 504
+    assert late.json()["error"]["code"] == "deadline"
+    assert task_server.post(f"/v1/{route}", ROUTES[route], headers={"X-Request-Timeout": "1e6"}).status_code == 200
+
+
+def test_client_that_leaves_ends_the_work_for_it(task_server, task_models, monkeypatch):
+    """The batch that runs is the last one that is computed for it. Others get their results."""
+    engine = task_server.models["scores"].model.engine
+    encode, begun, opened, rows = engine.encode, threading.Event(), threading.Event(), []
+
+    def held_encode(requests, count, *more):
+        rows.append(count)
+        begun.set()
+        assert opened.wait(HANG_SECONDS)
+        return encode(requests, count, *more)
+
+    monkeypatch.setattr(engine, "encode", held_encode)
+    content = json.dumps({"model": "scores", "inputs": TEXTS * 20}).encode()
+    head = f"POST /v1/classify HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    address = httpx.URL(task_server.url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        assert begun.wait(HANG_SECONDS)
+    task_server.wait_for("tformer_open_requests", 0)
+    opened.set()
+    answer = task_server.post("/v1/classify", {"model": "scores", "inputs": TEXTS[:2]}).json()
+    assert_close(answer["results"], [of_class(result) for result in task_models["scores"].classify(TEXTS[:2])])
+    assert sum(rows) <= 8 + 2  # a batch of the server, and the two texts
