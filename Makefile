@@ -1,5 +1,6 @@
 # make help         print this list
 # make demo         export the g2p checkpoint to int8 and pronounce some words
+# make serve-demo   serve the checkpoints at http://127.0.0.1:8080/v1, with OpenAI's API
 # make test         run the test suite
 # make thorough     run the tests that the suite leaves out because they take minutes
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
@@ -11,6 +12,7 @@
 # make check        lint and type check
 # make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
 # make hooks        run lint and type checks before each commit (pre-commit)
+# make node-client  install npm's client, with which a test asks the server
 # make docs         build the documentation in build/site; broken links are errors
 # make docs-check   run the examples of the documentation and compare their output
 # make evaluate     compute the error rates of the g2p model card from exported files
@@ -33,7 +35,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 thorough fuzz check audit hooks docs docs-check \
+.PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 thorough fuzz check audit hooks docs docs-check \
   evaluate bench bench-quick wild wild-repositories clean
 
 help:
@@ -62,6 +64,20 @@ demo: $(READY)
 	  "  $(BIN)/tformer-run build/g2p-int8.onnx --info" \
 	  "  $(BIN)/tformer-export YOUR_MODEL.pt --output model.onnx     a checkpoint, a Hugging Face folder, a .pt2 file" \
 	  "See README.md; $(BIN)/tformer-export --help and $(BIN)/tformer-run --help list all options."
+
+SERVED = build/g2p.onnx build/words.onnx build/languages.onnx build/elnino.onnx
+
+build/%.onnx: models/%/model.pt | $(READY)
+	mkdir -p build && $(BIN)/tformer-export $< --output $@ --force
+
+serve-demo: $(READY) $(SERVED)
+	@printf '%s\n' "Try in another terminal:" \
+	  "  curl localhost:8080/v1/completions -H 'Content-Type: application/json' -d '{\"model\": \"g2p\", \"prompt\": \"transformer\"}'"
+	$(BIN)/tformer-serve $(SERVED)
+
+# The client that tests/serve/test_node_client.py asks the server with.
+node-client:
+	npm install --silent --prefix build/node openai@6.49.0
 
 # A built library is moved into its place: a process that has loaded the old one keeps it.
 KERNELS = runtime/kernels/tformer_kernels

@@ -14,6 +14,7 @@ import click
 
 COMMANDS = {
     "tformer-run": ("tformer_runtime.cli.main", "main"),
+    "tformer-serve": ("tformer_serve.cli", "main"),
     "tformer-export": ("tformer_export.cli", "command"),
     "tformer-train": ("tformer_models.cli", "main"),
 }

@@ -36,13 +36,14 @@ with quick_start():
     from tformer_runtime.tasks import Answer, Classification, MaskCandidate, Segment, Span, Transcription
 
 if TYPE_CHECKING:
-    from tformer_runtime.async_model import AsyncModel
+    from tformer_runtime.async_model import AsyncModel, AsyncModelStats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Answer",
     "AsyncModel",
+    "AsyncModelStats",
     "CachedPrefix",
     "Chat",
     "Classification",
@@ -76,8 +77,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Importing asyncio takes long, so it is imported only for AsyncModel.
-    if name == "AsyncModel":
-        from tformer_runtime.async_model import AsyncModel
+    if name in ("AsyncModel", "AsyncModelStats"):
+        from tformer_runtime import async_model
 
-        return AsyncModel
+        return getattr(async_model, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

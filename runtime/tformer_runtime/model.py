@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tformer_runtime.backend.binding import closed_error
 from tformer_runtime.backend.native_kernels import kernels_for
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
@@ -23,15 +23,12 @@ from tformer_runtime.decoding.generator import Generator, generate_all
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.ordered import generate_in_order
 from tformer_runtime.decoding.request import PromptPrefix, Request, Result, make_request
-from tformer_runtime.decoding.sampling import log_normalizer
-from tformer_runtime.decoding.sequence import NOT_FINITE
 from tformer_runtime.decoding.streaming import generate_stream
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
-from tformer_runtime.engine.state import State
 from tformer_runtime.format.info import file_info
 from tformer_runtime.format.manifest import ATTENTIONS, CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput, Manifest
-from tformer_runtime.preprocess.chat_template import Message, Template, conversation, template_of
+from tformer_runtime.preprocess.chat_template import Message, Template, Tools, conversation, template_of
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
@@ -51,12 +48,10 @@ from tformer_runtime.tasks import (
     is_speech_to_text,
     task_of,
 )
-from tformer_runtime.tasks.base import TaskInput
 from tformer_runtime.tasks.forecasting import Forecaster
-from tformer_runtime.tasks.single_pass import run_single_pass
+from tformer_runtime.tasks.given_tokens import GivenTokens, TokenReader
+from tformer_runtime.tasks.single_pass import SinglePassCall, run_single_pass
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
-
-_TARGET_CHUNK_TOKENS = 128  # tokens of one step in score(), align() and hidden_states()
 
 
 class Model:
@@ -112,11 +107,11 @@ class Model:
         manifest, path = self.manifest, self.engine.session.path
         try:
             if SeriesPreprocessor.of(manifest) is not None:
-                _ = self._forecaster
+                _ = self.forecaster
             elif manifest.decode is None:
                 _ = self._only_task
             elif is_speech_to_text(manifest):
-                _ = self._transcriber
+                _ = self.transcriber
             elif not manifest.decode.features:
                 Settings.of(GenerationOptions(), manifest.generation_defaults)
                 manifest.adapter_number(manifest.generation_defaults.get("adapter"))
@@ -129,9 +124,37 @@ class Model:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""
+        self.must_be_open()
         session = self.engine.session
         resources = session.threads, self.budget.limit, session.verified, session.max_run_seconds
         return Model.load, (session.path.resolve(), session.device, *resources)
+
+    def close(self) -> None:
+        """Free the weights, and the device's memory on CUDA. It may be called again; `with` calls it at the end.
+
+        Later calls raise UnsupportedCallError, but `memory`. Requests that other threads run at this moment end with
+        their result or with this error, and the weights are freed with the last of their runs. Conversations, cached
+        prefixes and unfinished streams keep their caches until they are released, but not the weights. A model that
+        shares the engine of this one is closed, too.
+        """
+        self.engine.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engine.session.closed
+
+    def must_be_open(self) -> None:
+        """Raise UnsupportedCallError if the model is closed."""
+        if self.closed:
+            raise closed_error()
+
+    def __enter__(self) -> Model:
+        self.must_be_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def device(self) -> str:
@@ -157,8 +180,12 @@ class Model:
         """
         settings = self.settings(options, overrides)
         input = input if images is None else self.pictured_prompt(input, images)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
+        request = self.request(input, settings, prefix)
         return generate_all(self.generator, [request], settings)[0]
+
+    def request(self, input: Input, settings: Settings, prefix: CachedPrefix | None = None) -> Request:
+        """Return the request of one input. Arguments and errors as of `generate`."""
+        return make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
 
     def cache_prefix(self, input: Input, adapter: str | None = None) -> CachedPrefix:
         """Compute the cache of an input once, as the prefix of many requests: `generate(…, prefix=prefix)`.
@@ -173,7 +200,7 @@ class Model:
         sources, ids, _ = self.inputs.generation_inputs(input, ends_prompt=False)
         return CachedPrefix(self.engine, ids, self.budget, {**sources, **self._adapter_input(adapter)})
 
-    def prompt(self, messages: str | Sequence[Message], system: str | None = None) -> Input:
+    def prompt(self, messages: str | Sequence[Message], system: str | None = None, tools: Tools | None = None) -> Input:
         """Return a conversation up to the answer, as an input of `generate`, by the file's chat template.
 
         It is the ids, (length,); for a model that reads pictures, a mapping of the ids and the pixels.
@@ -181,11 +208,12 @@ class Model:
         messages: a text, or mappings of "role" and "content". A content is a text or, for a model that reads pictures,
             a list of parts: {"type": "text", "text": …} and {"type": "image", "image": picture}.
         system: a system message before them.
+        tools: functions that the answer may call, as JSON descriptions, for a template that has a place for them.
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
         UnsupportedCallError for a file without a template.
         """
         self._must_be_decoder_only("chat")
-        return self.inputs.conversation_input(self._template, conversation(messages, system))
+        return self.inputs.conversation_input(self._template, conversation(messages, system), tools)
 
     def pictured_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
         """Return a prompt with pictures as an input of `generate_batch`, which a list of them may be.
@@ -268,7 +296,7 @@ class Model:
         """
         settings = self.stream_settings(options, overrides)
         input = input if images is None else self.pictured_prompt(input, images)
-        request = make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
+        request = self.request(input, settings, prefix)
         return generate_stream(self.generator, request, settings)
 
     def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
@@ -290,14 +318,20 @@ class Model:
             it is left out.
         adapter: the name of the adapter to use.
         """
+        return self.token_reader.read(self.score_call(source, target, adapter))
+
+    def score_call(
+        self, source: Input, target: Value | None = None, adapter: str | None = None
+    ) -> GivenTokens[npt.NDArray[np.float32]]:
+        """Return `score` as a call of `token_reader`."""
         self._must_generate("score")
         if not self.manifest.takes_prompt and target is None:
             raise InputError("score needs a source and a target for a model with an encoder")
         sources, prompt, start_count = self.inputs.generation_inputs(source)
         sources |= self._adapter_input(adapter)
-        if target is None:
-            return self._scores(sources, prompt)[max(start_count, 1) - 1 :]
-        return self._scores(sources, self._with_target(prompt, target))[max(len(prompt), 1) - 1 :]
+        known = start_count if target is None else len(prompt)
+        ids = prompt if target is None else self._with_target(prompt, target)
+        return self.token_reader.call(sources, ids, lambda scores: scores[max(known, 1) - 1 :])
 
     def _with_target(self, prompt: Ints, target: Value) -> Ints:
         return np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, add_special_tokens=False)])
@@ -313,8 +347,9 @@ class Model:
         Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not forecast.
         Cost: see `Forecaster.batch`.
         """
-        steps = self._forecaster.steps(horizon)
-        return self._forecaster.batch([self._forecaster.window(history, steps, truncate)], steps)[0]
+        self.must_be_open()
+        steps = self.forecaster.steps(horizon)
+        return self.forecaster.batch([self.forecaster.window(history, steps, truncate)], steps)[0]
 
     def forecast_batch(
         self,
@@ -331,7 +366,8 @@ class Model:
         workers: batches that run in parallel.
         Other arguments and errors as of `forecast`. An error has the number of its history, from 1.
         """
-        return self._forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
+        self.must_be_open()
+        return self.forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
 
     def align(self, source: Input, target: Value, adapter: str | None = None) -> npt.NDArray[np.float32]:
         """Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
@@ -339,15 +375,24 @@ class Model:
         adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without cross-attention weights.
         """
+        return self.token_reader.read(self.align_call(source, target, adapter))
+
+    def align_call(
+        self, source: Input, target: Value, adapter: str | None = None
+    ) -> GivenTokens[npt.NDArray[np.float32]]:
+        """Return `align` as a call of `token_reader`."""
         self._extras(CROSS_ATTENTIONS)
         sources, prompt, _ = self.inputs.generation_inputs(source)
         sources |= self._adapter_input(adapter)
         ids = self._with_target(prompt, target)
-        weights: Array = self._extra_values(sources, ids[:-1], (CROSS_ATTENTIONS,))[CROSS_ATTENTIONS]
-        return weights[max(len(prompt), 1) - 1 :]
+        first = max(len(prompt), 1) - 1
+        return self.token_reader.call(
+            sources, ids[:-1], lambda values: values[CROSS_ATTENTIONS][first:], (CROSS_ATTENTIONS,)
+        )
 
     def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
         """Return labels for a result's cross_attentions: the source token of each column, the token of each row."""
+        self.must_be_open()
         step = self.engine.decode.step.name
         length = 0 if result.cross_attentions is None else result.cross_attentions.shape[1]
         return self.inputs.source_labels(source, length), self.inputs.token_labels(step, result.token_ids)
@@ -361,6 +406,12 @@ class Model:
         adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without hidden states.
         """
+        return self.token_reader.read(self.hidden_states_call(source, target, adapter))
+
+    def hidden_states_call(
+        self, source: Input, target: Value | None = None, adapter: str | None = None
+    ) -> GivenTokens[dict[str, Array]]:
+        """Return `hidden_states` as a call of `token_reader`."""
         extras = self._extras(HIDDEN_STATES)
         sources, ids, _ = self.inputs.generation_inputs(source)
         if target is not None:
@@ -369,8 +420,9 @@ class Model:
         elif sources:
             ids = ids[:0]
         sources |= self._adapter_input(adapter)
-        values = self._extra_values(sources, ids, tuple(extras))
-        return {extras[name].module: value for name, value in values.items()}
+        return self.token_reader.call(
+            sources, ids, lambda values: {extras[name].module: value for name, value in values.items()}, tuple(extras)
+        )
 
     def predict(
         self,
@@ -398,6 +450,7 @@ class Model:
         A generative speech recognizer returns the results of `transcribe_batch`.
         Raise UnsupportedCallError for other models that decode. An InputError has the number of its input, from 1.
         """
+        self.must_be_open()
         if is_speech_to_text(self.manifest):
             if truncate:
                 raise OptionError(
@@ -405,14 +458,27 @@ class Model:
                     option="truncate",
                 )
             self.manifest.adapter_number(adapter)
-            return self._transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
-        task, adapter_input = self._task("predict"), self._adapter_input(adapter)
-        settings = task.settings(settings)
-        truncate = task.truncates(truncate, settings)
-        read = partial(_read_with, adapter_input, task.read_input)
-        readings = (partial(read, input, self.inputs, truncate, settings) for input in inputs)
-        outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, task.select_outputs)
-        return (task.make_result(reading, values, settings) for reading, values in outputs)
+            return self.transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
+        call = self.single_pass_call("predict", settings, truncate, adapter)
+        readings = (partial(call.read, input) for input in inputs)
+        outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, call.select_outputs)
+        return (call.result(reading, values) for reading, values in outputs)
+
+    def single_pass_call(
+        self,
+        call: str,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        truncate: bool = False,
+        adapter: str | None = None,
+        kind: type[BaseTask] = BaseTask,
+    ) -> SinglePassCall:
+        """Return the inputs and results of a single-pass model, for settings of its task.
+
+        call: the verb of the caller, for errors.
+        kind: the class of the task. Raise UnsupportedCallError for other models and other tasks.
+        """
+        task, adapter_input = self._task(call, kind), self._adapter_input(adapter)
+        return SinglePassCall(task, self.inputs, settings, truncate, adapter_input)
 
     def embed(
         self,
@@ -550,9 +616,19 @@ class Model:
         Raise InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported
         without attention weights.
         """
+        return self.token_reader.read(self.attentions_call(input, truncate, adapter, **settings))
+
+    def attentions_call(
+        self, input: Input, truncate: bool = False, adapter: str | None = None, **settings: Any
+    ) -> GivenTokens[tuple[Array, list[str]]]:
+        """Return `attentions` as a call of `token_reader`."""
         sources = {**self.single_request(input, truncate, settings), **self._adapter_input(adapter)}
-        weights: Array = self._extra_values(sources, np.zeros(0, np.int64), (ATTENTIONS,))[ATTENTIONS]
-        return weights, self.inputs.position_labels(sources, weights.shape[-1])
+
+        def make_result(values: Mapping[str, Array]) -> tuple[Array, list[str]]:
+            weights = values[ATTENTIONS]
+            return weights, self.inputs.position_labels(sources, weights.shape[-1])
+
+        return self.token_reader.call(sources, np.zeros(0, np.int64), make_result, (ATTENTIONS,))
 
     def single_request(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         """Return the arrays of an input for `attentions`. Arguments and errors as of `attentions`."""
@@ -587,9 +663,10 @@ class Model:
             num_beams: hypotheses at each step.
         Other arguments as of `predict`.
         """
+        self.must_be_open()
         sounds = _check_several(sounds)
         if is_speech_to_text(self.manifest):
-            return self._transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
+            return self.transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
         self._task("transcribe", CtcRecognition)
         return self.predict(sounds, batch_size, workers, **settings)
 
@@ -598,6 +675,7 @@ class Model:
 
         kernels: such as "native kernels avx512vnni"; None if onnxruntime's operators compute all products.
         """
+        self.must_be_open()
         session = self.engine.session
         return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
 
@@ -663,7 +741,13 @@ class Model:
             raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
 
     @cached_property
-    def _forecaster(self) -> Forecaster:
+    def token_reader(self) -> TokenReader:
+        """Reads given tokens, for `score`, `align`, `hidden_states` and `attentions`."""
+        return TokenReader(self.engine, self.budget)
+
+    @cached_property
+    def forecaster(self) -> Forecaster:
+        """Forecasts, for `forecast`. Raise UnsupportedCallError for a model that does not forecast."""
         return Forecaster(self.engine, self.budget)
 
     @cached_property
@@ -672,7 +756,8 @@ class Model:
         return task_of(self.manifest)
 
     @cached_property
-    def _transcriber(self) -> Transcriber:
+    def transcriber(self) -> Transcriber:
+        """Transcribes with a generative model, for `transcribe`."""
         return Transcriber(self.generator, self.manifest)
 
     def _must_decode(self, call: str) -> None:
@@ -711,70 +796,12 @@ class Model:
         return task
 
     def _must_not_forecast(self, call: str) -> None:
+        """Raise UnsupportedCallError for a forecaster, as for a closed model: all other calls begin here."""
+        self.must_be_open()
         if SeriesPreprocessor.of(self.manifest) is not None:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
             )
-
-    def _scores(self, sources: Mapping[str, Array], ids: Ints) -> npt.NDArray[np.float32]:
-        """Return the log-probability of each of ids[1:], given those before it."""
-        max_length = self.manifest.max_length
-        if len(ids) > max_length:
-            raise InputError(f"source and target are {len(ids)} tokens long and the model holds {max_length}")
-        scores = np.empty(len(ids) - 1, np.float32)
-        with self._state(sources, len(ids)) as state:
-            for begin in range(0, len(scores), _TARGET_CHUNK_TOKENS):
-                chunk = slice(begin, begin + _TARGET_CHUNK_TOKENS)
-                step_ids, next_ids = ids[:-1][chunk], ids[1:][chunk]
-                logits = self.engine.step(state, step_ids[None], logit_positions="all")[0]
-                norms = log_normalizer(logits)
-                if not (norms < np.inf).all():
-                    raise InputError(NOT_FINITE)
-                scores[chunk] = logits[np.arange(len(step_ids)), next_ids] - norms
-        return scores
-
-    def _extra_values(self, sources: Mapping[str, Array], ids: Ints, extras: tuple[str, ...]) -> dict[str, Array]:
-        """Return extra outputs for one input: of the encode stage, and of the decode stage at each id."""
-        if not len(ids):
-            outputs = self.engine.encode(_one_row(sources) or {}, 1, extras)
-            return {name: outputs[name].numpy()[0] for name in extras if name in outputs}
-        if len(ids) > self.manifest.max_length:
-            raise InputError(f"the tokens are {len(ids)} and the model holds {self.manifest.max_length}")
-        with self._state(sources, len(ids), extras) as state:
-            parts: dict[str, list[Array]] = {name: [] for name in state.step_extras}
-            for begin in range(0, len(ids), _TARGET_CHUNK_TOKENS):
-                self.engine.step(state, ids[begin : begin + _TARGET_CHUNK_TOKENS][None], logit_positions="all")
-                for name, values in state.extras.items():
-                    parts[name].append(values[0].copy())
-            encoded = {name: values[0] for name, values in state.encoded.items()}
-        return {**encoded, **{name: np.concatenate(values) for name, values in parts.items()}}
-
-    @contextmanager
-    def _state(self, sources: Mapping[str, Array], length: int, extras: tuple[str, ...] = ()) -> Iterator[State]:
-        """Yield a state of one row, and release it afterwards. Wait for its memory first.
-
-        length: the number of ids that the state will read.
-        """
-        share = self.budget.new_share()
-        share.reserve(
-            self.engine.memory_estimate.bytes_needed(length, self.engine.memory_estimate.request_sizes(sources))
-        )
-        state: State | None = None
-        try:
-            state = self.engine.start(_one_row(sources), rows=1, extras=extras, budget=share, max_tokens=[length])
-            yield state
-        finally:
-            if state is not None:
-                state.release()
-            share.release_reservation()
-
-
-def _read_with(adapter_input: Mapping[str, Array], read: Callable[..., TaskInput], *arguments: Any) -> TaskInput:
-    """Read an input, and add the input that chooses its adapter to each of its requests."""
-    reading = read(*arguments)
-    if not adapter_input:
-        return reading
-    return replace(reading, requests=[{**request, **adapter_input} for request in reading.requests])
 
 
 def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
@@ -783,10 +810,6 @@ def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:
     if isinstance(inputs, (str, bytes, Mapping)) or is_image or not isinstance(inputs, Iterable):
         raise InputError("give a list of inputs; a single input is a list of one: [input]")
     return inputs
-
-
-def _one_row(sources: Mapping[str, Array]) -> dict[str, list[Array]] | None:
-    return {name: [array] for name, array in sources.items()} or None
 
 
 def machine_facts(manifest: Manifest) -> dict[str, Any]:

@@ -10,12 +10,17 @@ import threading
 
 import pytest
 from support.toy_models import Toy
+from support.toy_tasks import write
 
 from tformer_runtime import AsyncModel, Model
 
 WORDS = ["hello", "a", "transformer", "ab", "zebra", "mississippi", "q", "onnx"] * 4
 HANG = 120  # seconds, of a machine under any load
-CALLS = {"worker": 800, "async": 2500}  # calls of the runtime's functions that a run has at least, in one thread
+CALLS = {
+    "worker": 800,
+    "async": 2500,
+    "tasks": 300,
+}  # calls of the runtime's functions that a run has at least, in one thread
 
 
 class Bang(BaseException):
@@ -30,6 +35,11 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(model):
     return [model.generate(word).token_ids for word in WORDS]
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory):
+    return Model.load(write(tmp_path_factory.mktemp("threads") / "vectors.onnx"), "cpu", threads=1)
 
 
 @pytest.fixture
@@ -125,3 +135,27 @@ def test_requests_of_an_async_model_end_with_the_error_of_its_thread(model, expe
         gc.collect()  # an error that is dropped may keep buffers alive
         assert model.memory()["used_bytes"] == model.budget.reserved_bytes == 0, nth
     assert [model.generate(word).token_ids for word in WORDS] == expected
+
+
+@pytest.mark.parametrize("numbers", counted("tasks"), ids=len)
+def test_calls_of_other_tasks_end_with_the_error_of_their_thread(vectors, bang, numbers):
+    texts = ["a good day", "bad", "the old film", "good " * 8, "a snow night", "day"] * 3
+    expected = vectors.embed(texts)
+
+    async def ask():
+        async with AsyncModel(vectors, max_batch_size=2) as aio:
+            first = await asyncio.gather(*(aio.embed(text) for text in texts), return_exceptions=True)
+            later = await asyncio.gather(aio.embed(texts[0]), return_exceptions=True)
+            return [*first, *later]
+
+    for nth in numbers:
+        count = bang("tformer", nth)
+        outcomes = within(HANG, lambda: asyncio.run(ask()))
+        threading.settrace(None)
+        assert count[0] >= nth, nth
+        for outcome, vector in zip(outcomes, [*expected, expected[0]], strict=True):
+            if isinstance(outcome, BaseException):
+                assert "Bang: in " in str(outcome), (nth, outcome)
+            else:
+                assert abs(outcome - vector).max() < 2e-6, nth
+    assert abs(vectors.embed(texts) - expected).max() < 2e-6

@@ -65,7 +65,7 @@ def forecaster() -> Path:
     """Return a forecaster of two columns, which repeats the mean of the history's last three rows four times."""
     history = SeriesPreprocessor(
         "history", 2, columns=("low", "high"), targets=(0, 1), feedback=(0, 1), horizon=4, at_once=True,
-        normalize="instance", min_context_length=3, max_context_length=40,
+        normalize="instance", min_context_length=3, max_context_length=40, ragged=False,
     )  # fmt: skip
     nodes = [
         helper.make_node("Slice", ["history", "begin", "end", "axis"], ["tail"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from tformer_export.sources.torch_module import from_module
 from tformer_export.verify.forecasts import check_forecasts
 from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import ParityReport
-from tformer_runtime import InputError, Model, OptionError, ParityError, UnsupportedCallError
+from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, UnsupportedCallError
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
 MEAN, SCALE = np.array([100.0, -3.0, 0.5]), np.array([20.0, 0.1, 4.0])
@@ -133,6 +135,56 @@ def test_single_pass_forecasts_match_the_module(single_pass):
         OptionError, match="horizon must be at most 5, the number of steps that the model returns, not 6"
     ):
         single_pass.model.forecast(histories[0], 6)
+
+
+@pytest.mark.parametrize("name", ["decoder_only", "encoder_decoder", "single_pass"])
+def test_concurrent_forecasts_equal_those_alone(request, name):
+    """Of several horizons, also with memory for a part of a batch only."""
+    model = request.getfixturevalue(name).model
+    columns = {"decoder_only": 2, "encoder_decoder": 3, "single_pass": 2}[name]
+    histories = walks([12] * 6 if name == "single_pass" else [5, 31, 12, 9, 40, 12], columns)
+    plan = [(history, horizon) for history in histories for horizon in (2, 5, 3 if name == "encoder_decoder" else None)]
+    expected = [model.forecast(history, horizon) for history, horizon in plan]
+    limited = Model.load(model.engine.session.path, "cpu", max_memory=model.memory()["peak_bytes"] * 2 or None)
+
+    async def ask(model, rows):
+        async with AsyncModel(model, max_batch_size=rows) as aio:
+            calls = [aio.forecast(history, horizon) for history, horizon in plan]
+            return await asyncio.gather(*calls, aio.forecast(histories[0][:0], 2), return_exceptions=True)
+
+    for served, rows in ((model, 32), (model, 1), (limited, 32)):
+        *forecasts, error = asyncio.run(ask(served, rows))
+        for forecast, wanted in zip(forecasts, expected, strict=True):
+            np.testing.assert_allclose(forecast, wanted, rtol=1e-5, atol=1e-5)
+        assert isinstance(error, InputError)
+        assert served.memory()["used_bytes"] == served.budget.reserved_bytes == 0
+
+
+def test_forecast_is_given_up_between_two_steps(decoder_only, monkeypatch):
+    """Nobody wants the rows of the batch any more: no further step is computed, and the memory is free."""
+    model, steps, step = decoder_only.model, [], decoder_only.model.engine.step
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def held_step(*arguments):
+        steps.append(arguments)
+        if len(steps) == 2:
+            reached.set()
+            goes_on.wait()
+        return step(*arguments)
+
+    monkeypatch.setattr(model.engine, "step", held_step)
+
+    async def ask():
+        async with AsyncModel(model) as aio:
+            call = asyncio.ensure_future(aio.forecast(walks([9], 2)[0]))
+            await asyncio.to_thread(reached.wait)
+            call.cancel()
+            await asyncio.wait([call])
+            goes_on.set()
+
+    asyncio.run(ask())
+    assert len(steps) == 2
+    assert model.memory()["used_bytes"] == model.budget.reserved_bytes == 0
 
 
 def test_padding_of_short_histories_does_not_change_results(decoder_only):

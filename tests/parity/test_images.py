@@ -5,6 +5,7 @@ A custom model with its own patch embedding is compared with Pillow and PyTorch.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import struct
@@ -23,7 +24,7 @@ from transformers.image_utils import load_image
 from tformer_export import Quantization, Task, export, image
 from tformer_export.calibration.samples import read_samples
 from tformer_export.sources import load_source
-from tformer_runtime import InputError, Model, UnsupportedCallError
+from tformer_runtime import AsyncModel, InputError, Model, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
 
 LABELS = dict(id2label={0: "cat", 1: "dog", 2: "car"}, label2id={"cat": 0, "dog": 1, "car": 2})
@@ -157,6 +158,14 @@ def test_classes_match_transformers_for_each_batch_size(exported, pictures, name
             assert list(result.scores) == ["cat", "dog", "car"]
             np.testing.assert_allclose(list(result.scores.values()), probabilities, atol=1e-5)
             assert result.label == ["cat", "dog", "car"][probabilities.argmax()]
+
+    async def ask():
+        async with AsyncModel(model, max_batch_size=4) as aio:
+            return await asyncio.gather(*(aio.classify(picture, top_k=2) for picture in pictures.values()))
+
+    for result, alone in zip(asyncio.run(ask()), actual, strict=True):
+        np.testing.assert_allclose(list(result.scores.values()), list(alone.scores.values()), atol=1e-6)
+        assert [label for label, _ in result.top] == [label for label, _ in alone.top]
     assert np.ptp(expected, axis=0).max() > 0.1  # the results depend on the picture
     assert report.task == "image-classification"
     assert report.parity.raw.images == 6

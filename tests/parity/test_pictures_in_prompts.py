@@ -12,6 +12,7 @@ from PIL import Image
 from support import picture_models
 from support.command_lines import failed, run
 from support.picture_models import MARKER_ID
+from support.servers import RunningServer
 
 from tformer_export import Quantization, export
 from tformer_export.sources import load_source
@@ -285,3 +286,55 @@ def test_text_model_refuses_pictures(tmp_path, pictures):
     text_model = Model.load(tmp_path / "text.onnx", "cpu")
     with pytest.raises(UnsupportedCallError, match="reads no pictures in its prompt"):
         text_model.generate([4, 5], images=pictures[:1])
+
+
+# The server: pictures come in the request, as base64. No input names a file, which the runtime would open.
+
+
+@pytest.fixture(scope="module")
+def picture_server(exported):
+    with RunningServer({"see": exported[2]}) as running:
+        yield running
+
+
+def base64_of(picture):
+    return base64.b64encode(picture.read_bytes()).decode()
+
+
+def test_chat_of_the_server_with_a_picture_equals_the_model(picture_server, model, pictures):
+    picture = pictures[0]
+    parts = [{"type": "text", "text": "what is "}, {"type": "image", "path": str(picture)}]
+    expected = model.generate(model.prompt([{"role": "user", "content": parts}]), max_new_tokens=9)
+    url = f"data:image/png;base64,{base64_of(picture)}"
+    sent = [parts[0], {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}]
+    answer = picture_server.client().chat.completions.create(
+        model="see", messages=[{"role": "user", "content": sent}], max_tokens=9
+    )
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == len(model.prompt([{"role": "user", "content": parts}])["input_ids"])
+
+
+def test_input_of_the_server_with_a_picture_equals_the_model(picture_server, model, pictures):
+    picture = pictures[0]
+    expected = model.generate("what <image>", images=[str(picture)], max_new_tokens=9)
+    input_ = {"input_ids": "what <image>", "pixel_values": [{"base64": base64_of(picture)}]}
+    answer = picture_server.post("/v1/generate", {"model": "see", "input": input_, "max_new_tokens": 9}).json()
+    assert answer["results"][0]["token_ids"] == list(expected.token_ids)
+
+
+def test_no_input_of_the_server_names_a_file(picture_server, pictures):
+    picture = pictures[0]
+    named = str(picture)
+    for value in (named, [named], {"path": named}, [{"base64": base64_of(picture), "path": named}], [[named]]):
+        body = {"model": "see", "input": {"input_ids": "<image>a", "pixel_values": value}}
+        refused = picture_server.post("/v1/generate", body)
+        assert refused.status_code == 400, refused.text
+        assert 'takes {"base64": "…"}' in refused.json()["error"]["message"].replace("no text: give", "takes")
+    damaged = {"input_ids": "<image>a", "pixel_values": [{"base64": "%%"}]}
+    refused = picture_server.post("/v1/generate", {"model": "see", "input": damaged})
+    assert refused.json()["error"]["message"].startswith("the base64 of pixel_values is damaged")
+    for url in (named, f"file://{named}", "http://127.0.0.1/1.png"):
+        parts = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": "see", "messages": [{"role": "user", "content": parts}]}
+        refused = picture_server.post("/v1/chat/completions", body)
+        assert "is not downloaded: send it as data:image/png;base64" in refused.json()["error"]["message"]

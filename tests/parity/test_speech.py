@@ -5,6 +5,7 @@ Each model is exported once.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import json
@@ -22,7 +23,7 @@ from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec
 from tformer_export import ExtraOutputs, Quantization, export
 from tformer_export.sources import load_source
 from tformer_export.verify.speech import check_sounds
-from tformer_runtime import InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
+from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import OutputMeaning
 from tformer_runtime.tasks import CtcRecognition
@@ -257,8 +258,16 @@ def test_long_sounds_are_read_in_the_windows_of_the_pipeline(exported, tmp_path,
     )  # fmt: skip
     long_sounds = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
     loaded, options = Model.load(path), {"chunk_length_s": chunk_length_s, "stride_length_s": stride_length_s}
+
+    async def ask(timestamps):
+        async with AsyncModel(loaded, max_batch_size=2) as aio:
+            calls = [aio.transcribe(s, timestamps=timestamps, **options) for s in [*long_sounds, SOUNDS[2]]]
+            return await asyncio.gather(*calls)
+
     for timestamps in ("word", "char"):
         results = list(loaded.transcribe_batch([*long_sounds, SOUNDS[2]], 3, timestamps=timestamps, **options))
+        for result, together in zip(results, asyncio.run(ask(timestamps)), strict=True):
+            assert together == replace(result, score=pytest.approx(result.score, abs=1e-4))
         for samples, result in zip([*long_sounds, SOUNDS[2]], results, strict=True):
             expected = pipeline(samples.copy(), return_timestamps=timestamps)
             times = [(chunk["text"], *map(pytest.approx, chunk["timestamp"])) for chunk in expected["chunks"]]

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import io
 import itertools
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
+import openai
 import pytest
 import soundfile
 import torch
 import transformers
 from support.command_lines import failed, run
+from support.servers import RunningServer
 from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
@@ -28,6 +32,7 @@ from tformer_export.sources.hugging_face.speech_to_text import read_decoder_prom
 from tformer_export.verify.speech import check_sounds
 from tformer_runtime import (
     AsyncModel,
+    DeadlineError,
     InputError,
     MemoryBudgetError,
     Model,
@@ -164,6 +169,67 @@ def test_long_sounds_match_generate(exported, options):
     for result, expected_result in zip(results, expected, strict=True):
         assert_same_transcription(result, expected_result, times=True)
     assert last == model.transcribe(SHORT[0], **settings)
+
+
+def test_concurrent_transcriptions_equal_those_alone(exported):
+    """Windows of long sounds decode together with those of others, whatever their prompts."""
+    model = Model.load(exported[1])
+    option_sets = [
+        {},
+        {"timestamps": True},
+        {"language": "de"},
+        {"language": "en", "task": "translate"},
+        {"num_beams": 2},
+    ]
+    plan = [(sound, options) for sound in [*SHORT, *LONG] for options in option_sets]
+    expected = [model.transcribe(sound, **options) for sound, options in plan]
+
+    async def ask():
+        async with AsyncModel(model, max_batch_size=8) as aio:
+            good = [aio.transcribe(sound, **options) for sound, options in plan]
+            others = [aio.predict(SHORT[0]), aio.transcribe(np.zeros((2, 2, 2))), aio.transcribe(SHORT[0], task="sing")]
+            others += [aio.transcribe(LONG[0], timestamps=False), aio.transcribe(LONG[0], deadline=1e-9)]
+            others.append(aio.predict(SHORT[0], truncate=True))
+            return await asyncio.gather(*good, *others, return_exceptions=True)
+
+    *outcomes, one, shape, option, windows, late, truncated = asyncio.run(ask())
+    for outcome, wanted in zip([*outcomes, one], [*expected, expected[0]], strict=True):
+        assert outcome == replace(wanted, score=pytest.approx(wanted.score, abs=1e-4))
+    assert [type(error) for error in (shape, windows)] == [InputError] * 2
+    assert shape.input_number is windows.input_number is None
+    assert [type(error) for error in (option, truncated, late)] == [OptionError, OptionError, DeadlineError]
+    assert model.memory()["used_bytes"] == 0
+
+
+def test_cancelled_transcription_reads_no_further_window(exported, monkeypatch):
+    model = Model.load(exported[1])
+    begun, goes_on, starts, start = threading.Event(), threading.Event(), [], model.engine.start
+
+    def held_start(*arguments, **more):
+        starts.append(arguments)
+        if len(starts) == 2:
+            begun.set()
+            goes_on.wait()
+        return start(*arguments, **more)
+
+    expected = model.transcribe(SHORT[0], language="en")
+    monkeypatch.setattr(model.engine, "start", held_start)
+
+    async def ask():
+        async with AsyncModel(model) as aio:
+            call = asyncio.ensure_future(aio.transcribe(LONG[0], language="en"))
+            await asyncio.to_thread(begun.wait)
+            call.cancel()
+            await asyncio.wait([call])
+            goes_on.set()
+            result, windows = await aio.transcribe(SHORT[0], language="en"), len(starts)
+            assert (await aio.transcribe(SHORT[0], language="en")).token_ids == result.token_ids
+            return result, windows - 2 == len(starts) - windows  # the windows of a short sound, and no others
+
+    result, only_its_windows = asyncio.run(ask())
+    assert result.token_ids == expected.token_ids
+    assert only_its_windows
+    assert model.memory()["used_bytes"] == 0
 
 
 def test_times_are_ordered_and_reach_the_end_of_the_sound(exported):
@@ -419,3 +485,51 @@ def test_model_in_memory_and_its_folder_give_the_same_source(exported):
         assert getattr(source, name) == getattr(folder_source, name)
     with pytest.raises(SourceError, match="has no feature extractor"):
         from_transformers(model)
+
+
+def test_server_transcribes_as_the_model_does(exported):
+    """At load, too: windows of several sounds are decoded together."""
+    path = exported[1]
+    model, files = Model.load(path, "cpu", threads=1), []
+    for samples in (*LONG, *SHORT):
+        file = io.BytesIO()
+        soundfile.write(file, samples, RATE, format="WAV", subtype="FLOAT")
+        files.append(file.getvalue())
+    cases = [
+        ({}, {}),
+        ({"language": "de"}, {"language": "de"}),
+        ({"extra_body": {"task": "translate"}}, {"task": "translate"}),
+    ]
+    plan = [(file, *case) for case in cases for file in files]
+    expected = [model.transcribe(file, timestamps=True, **settings) for file, _, settings in plan]
+
+    async def transcribe(client, file, fields):
+        return await client.audio.transcriptions.create(
+            model="dictation", file=("a.wav", file), response_format="verbose_json", **fields
+        )
+
+    async def transcribe_all(server):
+        async with server.async_client() as client:
+            return await asyncio.gather(*(transcribe(client, file, fields) for file, fields, _ in plan))
+
+    with RunningServer({"dictation": path}) as server:
+        answers = asyncio.run(transcribe_all(server))
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert (answer.text, answer.language) == (wanted.text, wanted.language)
+            assert [(segment.text, segment.start, segment.end) for segment in answer.segments] == [
+                (segment.text, segment.start, segment.end) for segment in wanted.segments
+            ]
+        assert server.models["dictation"].model.memory()["used_bytes"] == 0
+        plain = server.client().audio.transcriptions.create(model="dictation", file=("a.wav", files[3]))
+        assert plain.text == model.transcribe(files[3]).text
+        with pytest.raises(openai.BadRequestError, match="timestamp_granularities may be segment for this model"):
+            server.client().audio.transcriptions.create(
+                model="dictation", file=("a.wav", files[3]), response_format="verbose_json",
+                timestamp_granularities=["word"],
+            )  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match="language must be one of de, en, fr, not 'xx'"):
+            server.client().audio.transcriptions.create(model="dictation", file=("a.wav", files[3]), language="xx")
+        with pytest.raises(
+            openai.BadRequestError, match="transcribes speech: it cannot generate; send it to /v1/audio/tr"
+        ):
+            server.client().completions.create(model="dictation", prompt="a")

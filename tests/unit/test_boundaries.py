@@ -1,5 +1,5 @@
-"""Boundaries of the packages: the runtime imports no torch, the compiler no models, and the models only the format of
-model.pt, the errors and the writing of whole files."""
+"""Boundaries of the packages: the runtime and its server import no torch, the compiler no models, and the models only
+the format of model.pt, the errors and the writing of whole files."""
 
 import ast
 import importlib
@@ -13,13 +13,19 @@ ROOT = Path(__file__).parents[2]
 PACKAGE_FOLDERS = {
     "tformer_export": ROOT / "tformer_export",
     "tformer_runtime": ROOT / "runtime" / "tformer_runtime",
+    "tformer_serve": ROOT / "runtime" / "tformer_serve",
     "tformer_models": ROOT / "models" / "tformer_models",
 }
 BANNED = {
-    "tformer_runtime": ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "tformer_export", "tformer_models"),
-    "tformer_export": ("tformer_models", "lightning"),
-    "tformer_models": ("onnx", "onnxruntime", "onnx_ir"),
-}
+    "tformer_runtime": (
+        "torch", "onnx", "onnx_ir", "onnxscript", "transformers", "tformer_export", "tformer_models", "tformer_serve",
+    ),
+    "tformer_serve": (
+        "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "tformer_export", "tformer_models",
+    ),
+    "tformer_export": ("tformer_models", "tformer_serve", "lightning"),
+    "tformer_models": ("onnx", "onnxruntime", "onnx_ir", "tformer_serve"),
+}  # fmt: skip
 ALLOWED_IN_MODELS = (
     "tformer_export.common.checkpoint",
     "tformer_export.common.task",
@@ -68,6 +74,8 @@ def test_models_import_only_checkpoint_format_and_errors() -> None:
     [
         ("tformer_runtime", ("torch", "onnx", "tformer_export")),
         ("tformer_runtime.cli.main", ("torch", "onnx", "tformer_export")),
+        ("tformer_serve.app", ("torch", "onnx", "tformer_export", "onnxruntime")),
+        ("tformer_serve.cli", ("torch", "onnx", "tformer_export", "fastapi", "asyncio")),
         ("tformer_export", ("torch", "onnx")),
         ("tformer_export.cli", ("torch", "onnx")),
     ],

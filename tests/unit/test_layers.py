@@ -25,9 +25,15 @@ PIPELINE = (
     "common", "sources", "capture", "analysis", "staging", "passes", "lowering", "trace_source", "compile", "options",
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
+SERVER = (
+    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route",
+    "client_inputs", "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app",
+    "server", "cli",
+)  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),
     "tformer_export": (ROOT / "tformer_export", {name: PIPELINE[:i] for i, name in enumerate(PIPELINE)}),
+    "tformer_serve": (ROOT / "runtime" / "tformer_serve", {name: SERVER[:i] for i, name in enumerate(SERVER)}),
 }
 MAX_FILES = 20  # modules in one folder
 
@@ -108,12 +114,18 @@ def test_relative_import_is_refused(line, tmp_path):
         find_imports(tmp_path / "one.py", "p", {"": tmp_path})
 
 
-LISTS_MODULES = ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")
+LISTS_MODULES = (
+    *(
+        f"tformer_export/{folder}"
+        for folder in ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")
+    ),
+    *(f"runtime/tformer_serve{folder}" for folder in ("", "/conduct", "/routes", "/schemas")),
+)
 
 
 @pytest.mark.parametrize("folder", LISTS_MODULES)
 def test_package_docstring_has_a_line_for_each_module(folder):
-    path = ROOT / "tformer_export" / folder
+    path = ROOT / folder
     lines = (ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or "").splitlines()[2:]
     modules = {p.stem for p in path.glob("*.py")} - {"__init__"} | {
         f"{p.parent.name}/" for p in path.glob("*/__init__.py")

@@ -32,6 +32,7 @@ from tformer_export.quantize.activations_int8 import (
     is_positive,
 )
 from tformer_export.quantize.matrices import FLOAT_BITS, Matrix, find_matrices
+from tformer_runtime.backend.binding import Binding
 from tformer_runtime.backend.session import Session, SessionName
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
@@ -99,11 +100,11 @@ class _ExchangeableSession(Session):
         super().__init__(path, "cpu", native_kernels=False)
         self.exchanged: dict[str, Any] = {}
 
-    def new_binding(self, stage: SessionName) -> Any:
-        io = super().new_binding(stage)
+    def new_binding(self, stage: SessionName) -> Binding:
+        binding = super().new_binding(stage)
         for name, value in self.exchanged.items():
-            io.bind_ortvalue_input(name, value)
-        return io
+            binding.native.bind_ortvalue_input(name, value)
+        return binding
 
 
 def _switch(product: str) -> str:

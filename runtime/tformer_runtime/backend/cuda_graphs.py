@@ -93,6 +93,11 @@ class BufferPool:
         with self._lock:
             self._free.add((buffers.rows, buffers.slots))
 
+    def close(self) -> None:
+        """Free the buffers, those of running batches when these end."""
+        with self._lock:
+            self._buffers, self._free = {}, set()
+
 
 class CapturedStep:
     """A decode step of one token a row, with all inputs and outputs bound to fixed buffers.
@@ -151,7 +156,7 @@ class CapturedStep:
         for cache, value in zip(decode.caches, caches, strict=True):
             session.bind_output(self.binding, cache.present, value)
         for name, value in {decode.logits.name: self.logits, **self.outputs}.items():
-            self.binding.bind_ortvalue_output(name, value)
+            self.binding.native.bind_ortvalue_output(name, value)
 
     def run(self, tokens: Array, lengths: Array) -> DeviceLogits:
         """Run the step. tokens: (rows, 1). lengths: (rows,), the cached tokens of each row before the step."""
@@ -243,10 +248,10 @@ class TopLogitsFinder:
         }
         self._outputs = {name: session.device_tensor(array) for name, array in empty.items()}
         self._binding = session.new_binding("top_logits")
-        self._binding.bind_ortvalue_input(LOGITS_INPUT, logits)
-        self._binding.bind_ortvalue_input(TEMPERATURES_INPUT, self._temperatures)
+        self._binding.native.bind_ortvalue_input(LOGITS_INPUT, logits)
+        self._binding.native.bind_ortvalue_input(TEMPERATURES_INPUT, self._temperatures)
         for name, value in self._outputs.items():
-            self._binding.bind_ortvalue_output(name, value)
+            self._binding.native.bind_ortvalue_output(name, value)
 
     def __call__(self, temperatures: F32) -> list[TopLogits]:
         """Return the top logits of each row. temperatures: (rows,), above 0."""

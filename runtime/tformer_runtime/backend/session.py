@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tformer_runtime.backend import resident_pages
+from tformer_runtime.backend.binding import Binding, Bindings, closed_error
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, find_native_kernels
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
@@ -99,6 +100,7 @@ class Session:
         self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
         self._run_options_by_graph: dict[int, Any] = {}
+        self._bindings = Bindings()
         self.captures_graphs = False
         self.small_batch_limit = self.manifest.decode.small_batch_limit if self.manifest.decode else None
         self._may_use_kernels = native_kernels
@@ -144,11 +146,33 @@ class Session:
         """Return name → shape of each graph input of a stage's session, with None for free axes."""
         return self._inputs[stage]
 
-    def new_binding(self, stage: SessionName) -> Any:
-        """Return a new onnxruntime IOBinding of a stage's session: the buffers that a call reads and writes."""
-        return self._sessions[stage].io_binding()
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._sessions
 
-    def run(self, binding: Any, stage: SessionName, graph: int | None = None) -> None:
+    def close(self) -> None:
+        """Free the weights. Later runs raise UnsupportedCallError. It may be called again.
+
+        Runs of other threads end as usual. Each keeps the weights until its end, so that nothing is waited for here.
+        """
+        self._sessions = {}  # first, so that no new run begins; a run holds the session that it uses
+        self._bindings.close()
+        if self.device == "cpu":
+            resident_pages.trim_heap()
+
+    def new_binding(self, stage: SessionName) -> Binding:
+        """Return a new binding of a stage's session: the buffers that a call reads and writes."""
+        return self._bindings.new(self._open_session(stage).io_binding())
+
+    def _open_session(self, stage: SessionName) -> Any:
+        """Return onnxruntime's session of a stage. Raise UnsupportedCallError after `close`."""
+        session = self._sessions.get(stage)
+        if session is None:
+            raise closed_error()
+        return session
+
+    def run(self, binding: Binding, stage: SessionName, graph: int | None = None) -> None:
         """Run a stage on the buffers of `binding`. Several threads may call this at the same time.
 
         On the CPU a run waits while all slots are taken (`RunSlots`). Its deadline does not count that time.
@@ -160,10 +184,12 @@ class Session:
         try:
             if self.run_slots is None:
                 self._run(binding, stage, graph)
-                binding.synchronize_outputs()
+                binding.native.synchronize_outputs()
             else:
                 with self.run_slots:
                     self._run(binding, stage, graph)
+        except TformerError:
+            raise
         except Exception as error:
             if _NO_MEMORY.search(str(error)):
                 raise OutOfMemoryError(
@@ -172,36 +198,36 @@ class Session:
                 ) from error
             raise self._translate_error(error) from error
 
-    def _run(self, binding: Any, stage: SessionName, graph: int | None) -> None:
+    def _run(self, binding: Binding, stage: SessionName, graph: int | None) -> None:
         """Run a stage as `run` says, at once and with the errors of onnxruntime."""
-        session = self._sessions[stage]
+        session, native = self._open_session(stage), binding.native
         if self._run_seconds is not None:
             options = self._ort.RunOptions()
             with deadline_of(options, self._run_seconds):
-                session.run_with_iobinding(binding, options)
+                session.run_with_iobinding(native, options)
         elif not self.captures_graphs:
-            session.run_with_iobinding(binding)  # run options cost 20 µs
+            session.run_with_iobinding(native)  # run options cost 20 µs
         else:
-            session.run_with_iobinding(binding, self._run_options(-1 if graph is None else graph))
+            session.run_with_iobinding(native, self._run_options(-1 if graph is None else graph))
 
-    def bind_input(self, binding: Any, name: str, tensor: Any) -> None:
+    def bind_input(self, binding: Binding, name: str, tensor: Any) -> None:
         """Bind an input to a tensor.
 
         A bfloat16 input reads a tensor of its bits (`format.dtypes`), which the caller must keep alive.
         """
         if name in self._bfloat16_names:
             buffer = tensor.device_name(), 0, DATA_TYPE_BFLOAT16, tensor.shape(), tensor.data_ptr()
-            binding.bind_input(name, *buffer)
+            binding.native.bind_input(name, *buffer)
         else:
-            binding.bind_ortvalue_input(name, tensor)
+            binding.native.bind_ortvalue_input(name, tensor)
 
-    def bind_output(self, binding: Any, name: str, tensor: Any) -> None:
+    def bind_output(self, binding: Binding, name: str, tensor: Any) -> None:
         """Bind an output to a tensor, which the run overwrites. bfloat16 is stored as for `bind_input`."""
         if name in self._bfloat16_names:
             buffer = tensor.device_name(), 0, DATA_TYPE_BFLOAT16, tensor.shape(), tensor.data_ptr()
-            binding.bind_output(name, *buffer)
+            binding.native.bind_output(name, *buffer)
         else:
-            binding.bind_ortvalue_output(name, tensor)
+            binding.native.bind_ortvalue_output(name, tensor)
 
     def read_array(self, tensor: Any) -> Array:
         """Return the values of an output of `bind_new_output`; for bfloat16, a copy of its bits."""
@@ -215,9 +241,9 @@ class Session:
         """Return an OrtValue on the session's device. On the CPU it shares the array's memory, on CUDA it is a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
 
-    def bind_new_output(self, binding: Any, output: str) -> None:
+    def bind_new_output(self, binding: Binding, output: str) -> None:
         """Let each run allocate an output: on the session's device, or on the host if the output is bfloat16."""
-        binding.bind_output(output, "cpu" if output in self._bfloat16_names else self.device)
+        binding.native.bind_output(output, "cpu" if output in self._bfloat16_names else self.device)
 
     def write_tensor(self, tensor: Any, array: Array) -> None:
         """Overwrite the values of a tensor in place. array: of the tensor's type and shape."""

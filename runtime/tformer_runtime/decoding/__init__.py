@@ -9,4 +9,5 @@ sampling                     temperature, top-k, top-p, min-p
 logit_rules, constraints     penalties and forbidden tokens; regex, JSON schema, grammar
 speculation, drafting        guess several tokens and check them in one step
 ordered, worker_pool         many inputs, results in their order
+batch_queue                  calls that arrive one by one, computed in batches
 """

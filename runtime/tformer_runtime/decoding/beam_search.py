@@ -158,6 +158,10 @@ class BeamSearch:
         self._histories = _Histories()
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.tasks)
+
+    @property
     def width(self) -> int:
         return len(self._histories)
 

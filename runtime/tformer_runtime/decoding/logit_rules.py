@@ -219,7 +219,7 @@ class Suppress(ForbiddingRule):
     reads_length_alone = True
 
     def __init__(self, tokens: Iterable[int]) -> None:
-        self._tokens = np.array(list(tokens), np.int64)
+        self._tokens = np.array([*dict.fromkeys(tokens)], np.int64)  # a step costs as much as the vocabulary at most
 
     def forbidden(self, ids: Ints, prompt: int) -> Ints:
         return self._tokens

@@ -109,6 +109,7 @@ class Scheduler:
         self._finished: list[SequenceTask] = []  # tasks that no step has returned yet
         self._unreturned: dict[SequenceTask, None] = {}  # all tasks, wherever a step that fails has left them
         self._has_cancelled_rows = False
+        self.generated_tokens = 0  # so far; a step of beam search counts as one token
 
     @property
     def waiting(self) -> int:
@@ -117,6 +118,15 @@ class Scheduler:
     @property
     def running(self) -> list[SequenceTask]:
         return list(self._running)
+
+    @property
+    def running_requests(self) -> int:
+        return len(self._running)
+
+    @property
+    def running_rows(self) -> int:
+        """The rows of the running tasks at most. Any thread may read it."""
+        return sum(task.width for task in list(self._running))
 
     @property
     def accepts_tasks(self) -> bool:
@@ -367,6 +377,7 @@ class Scheduler:
             search_rows = self._places[key]
             logits = self._logits if is_identity(search_rows, len(self._logits)) else self._logits[search_rows]
             numbers = search_rows.tolist()
+            self.generated_tokens += search.num_sequences
             continued, new = search.advance(
                 logits, histories and [histories[i] for i in numbers], guesses and [guesses[i] for i in numbers]
             )

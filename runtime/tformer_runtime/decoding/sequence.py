@@ -34,12 +34,18 @@ Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities,
 
 
 class Token(NamedTuple):
-    """A generated token. copy: the number of the sample of the task. finish: set for the last token."""
+    """A generated token.
+
+    copy: the number of the sample of the task.
+    finish: set for the last token.
+    alternatives: the likeliest tokens at its position, if the options ask for them.
+    """
 
     copy: int
     id: int
     logprob: float
     finish: FinishReason | None
+    alternatives: Alternatives = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,10 @@ class SequenceSearch(Protocol):
     @property
     def width(self) -> int:
         """The number of rows of logits that `advance` takes."""
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences that `advance` gives a token. The beams of a task are one sequence."""
 
     def add(self, tasks: Sequence[SequenceTask]) -> None:
         """Add tasks. Each gets one row in the next logits, after the existing rows."""

@@ -72,7 +72,8 @@ class SampledSequence:
         )
         reason = self.task.finish_reason(token, len(self.logprobs), stopped)
         if self.task.on_token is not None:
-            self.task.on_token(Token(self.copy, token, logprob, reason))
+            alternatives = self.alternatives[-1] if self.alternatives else ()
+            self.task.on_token(Token(self.copy, token, logprob, reason, alternatives))
         return reason
 
     def hypothesis(self, finish: FinishReason, history: StepHistory | None) -> Hypothesis:
@@ -183,6 +184,10 @@ class TokenSearch:
     @property
     def width(self) -> int:
         return self._row_numbers[-1] + 1 if self._row_numbers else 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._rows)
 
     def add(self, tasks: Sequence[SequenceTask]) -> None:
         for row_number, task in enumerate(tasks, self.width):

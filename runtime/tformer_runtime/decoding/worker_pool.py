@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from tformer_runtime.base.errors import UnsupportedCallError
 from tformer_runtime.decoding.scheduler import Scheduler
@@ -19,9 +20,19 @@ from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.memory_budget import MemoryBudget
 
 
+class Steps(Protocol):
+    """Work that a thread does step by step: a `Scheduler` or a `BatchQueue`."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    @property
+    def waits_for_memory(self) -> bool: ...
+
+
 def wait_for_work(
     memory: MemoryBudget,
-    schedulers: Collection[Scheduler],
+    schedulers: Collection[Steps],
     change_count: int,
     has_new_work: Callable[[], bool],
     deadline: float | None = None,

@@ -103,7 +103,7 @@ class SessionCall:
                 bound[GATHER_IDS] = session.device_tensor(self.gather_ids)
         for name in session.input_shapes("decode"):
             session.bind_input(binding, name, bound[name] if name in bound else static_inputs.placeholders[name])
-        binding.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
+        binding.native.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(decode.caches, state.cache.present(side), strict=True):
             session.bind_output(binding, cache.present, present)
         for name in (*state.step_extras, *([GATHERED_COLUMNS] if self.gather_ids is not None else ())):
@@ -121,10 +121,10 @@ class SessionCall:
         self._write_inputs(lengths, tokens, counts, total_slots)
         binding = self.bindings[state.cache.side]
         if SLOT_INDICES in self.controls:
-            binding.bind_ortvalue_input(SLOT_INDICES, self.session.host_tensor(self.slot_indices(total_slots)))
+            binding.native.bind_ortvalue_input(SLOT_INDICES, self.session.host_tensor(self.slot_indices(total_slots)))
         if self.session.device != "cpu":  # binding copies to the device, so changed inputs are bound again
             for name, array in self.inputs.items():
-                binding.bind_ortvalue_input(name, self.session.host_tensor(array))
+                binding.native.bind_ortvalue_input(name, self.session.host_tensor(array))
         self.session.run(binding, "decode")
         state.record_step()
         state.cache.side = (state.cache.side + 1) % state.cache.num_sides
@@ -135,7 +135,7 @@ class SessionCall:
         else:
             lengths += counts
             state.max_row_length = int(lengths.max())
-        outputs = binding.get_outputs() if state.step_extras or self.gather_ids is not None else []
+        outputs = binding.native.get_outputs() if state.step_extras or self.gather_ids is not None else []
         if self.gather_ids is not None:
             assert self.candidates is not None
             self.candidates.set_gathered(outputs.pop())

@@ -75,6 +75,12 @@ class Engine:
         has_shortlist = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
         self._shortlist_text = read_metadata(self.session.path).get(SHORTLIST_KEY) if has_shortlist else None
 
+    def close(self) -> None:
+        """Free the weights, and on CUDA the buffers, as `Session.close` does. States keep their own caches."""
+        self.session.close()
+        if self.pool is not None:
+            self.pool.close()
+
     @property
     def decode(self) -> DecodeStage:
         """The decode stage. Raise UnsupportedCallError if the file has none."""
@@ -160,7 +166,7 @@ class Engine:
                 f"there is not enough memory to read the input ({shapes}; most models need memory that grows with the "
                 "square of the length): cut it into parts"
             ) from error
-        outputs = dict(zip(names, binding.get_outputs(), strict=True))
+        outputs = dict(zip(names, binding.native.get_outputs(), strict=True))
         for spec in encode.outputs:
             self._check_shape(spec.name, spec.shape, outputs[spec.name].shape(), rows)
         return outputs

@@ -136,23 +136,24 @@ class AudioPreprocessor:
         spectrogram /= np.float32(4.0)
         return spectrogram
 
-    def read(self, sound: Any) -> F32:
+    def read(self, sound: Any, max_samples: int | None = None) -> F32:
         """Return the samples of a sound, (samples,), with one channel at the rate of the model.
 
         sound: the name or the bytes of a file in a format of soundfile (WAV, FLAC, OGG, MP3); samples at the rate of
             the model, (samples,) or (samples, channels), as floats from -1 to 1 or integers of 16 or 32 bits; or a pair
             of samples and their rate. Channels are averaged.
-        Raise InputError for a sound that cannot be read, and for more than MAX_SAMPLES samples before or after
-        resampling. Cost and memory: linear in both numbers.
+        max_samples: before and after resampling; MAX_SAMPLES by default.
+        Raise InputError for a sound that cannot be read, and for one with more samples. Cost and memory: linear in both
+        numbers.
         """
         name = os.fspath(sound) if isinstance(sound, (str, os.PathLike)) else "the sound"
         with _memory_errors(str(name)):
-            return self._read(sound, str(name))
+            return self._read(sound, str(name), MAX_SAMPLES if max_samples is None else max_samples)
 
-    def _read(self, sound: Any, name: str) -> F32:
+    def _read(self, sound: Any, name: str, max_samples: int) -> F32:
         rate: Any = self.sampling_rate
         if isinstance(sound, (str, os.PathLike, bytes)):
-            samples, rate = _read_file(sound, name)  # one channel
+            samples, rate = _read_file(sound, name, max_samples)  # one channel
         elif isinstance(sound, tuple) and len(sound) == 2 and np.isscalar(sound[1]) and not np.isscalar(sound[0]):
             rate = _check_rate(sound[1], name)
             samples = _as_samples(sound[0])
@@ -161,7 +162,7 @@ class AudioPreprocessor:
         if not samples.size:
             raise InputError(f"{name} is empty")
         _check_numbers(samples, 0, rate, name)
-        mono = _resample(_mono(samples), rate, self.sampling_rate, name)
+        mono = _resample(_mono(samples), rate, self.sampling_rate, name, max_samples)
         if len(mono) < self.min_samples:
             seconds = len(mono) / self.sampling_rate
             raise InputError(
@@ -233,7 +234,7 @@ def _mono(samples: F32) -> F32:
     return mono
 
 
-def _read_file(source: Any, name: str) -> tuple[F32, int]:
+def _read_file(source: Any, name: str, max_samples: int) -> tuple[F32, int]:
     """Return the mean of the channels of a file, (samples, 1), and their rate. source: its name or its bytes."""
     soundfile = import_optional("soundfile", "reading sound needs soundfile", "audio")
     if not isinstance(source, bytes):
@@ -250,8 +251,8 @@ def _read_file(source: Any, name: str) -> tuple[F32, int]:
                 raise InputError(
                     f"{name} does not state its length, which is usual for output of a pipe: convert it to a file"
                 )
-            if file.frames * file.channels > MAX_SAMPLES:
-                raise _too_long(name, file.frames * file.channels)
+            if file.frames * file.channels > max_samples:
+                raise _too_long(name, file.frames * file.channels, max_samples)
             size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
             samples = _read_blocks(file, size, name)
             _check_complete(file, len(samples), name)
@@ -316,8 +317,8 @@ def _check_numbers(samples: F32, begin: int, rate: int, name: str) -> None:
         )
 
 
-def _too_long(name: str, samples: int) -> InputError:
-    return InputError(f"{name} has {samples:,} samples, and at most {MAX_SAMPLES:,} are read: cut it into parts")
+def _too_long(name: str, samples: int, max_samples: int) -> InputError:
+    return InputError(f"{name} has {samples:,} samples, and at most {max_samples:,} are read: cut it into parts")
 
 
 def _check_rate(rate: Any, name: str) -> int:
@@ -356,12 +357,12 @@ def _as_samples(array: Any) -> F32:
         return values.astype(np.float32)
 
 
-def _resample(samples: F32, rate: int, target_rate: int, name: str) -> F32:
+def _resample(samples: F32, rate: int, target_rate: int, name: str, max_samples: int) -> F32:
     """Resample with soxr's high quality, the default of librosa."""
     if rate == target_rate:
         return samples
-    if len(samples) * target_rate > MAX_SAMPLES * rate:
-        raise _too_long(f"{name}, resampled to {target_rate} Hz,", len(samples) * target_rate // rate)
+    if len(samples) * target_rate > max_samples * rate:
+        raise _too_long(f"{name}, resampled to {target_rate} Hz,", len(samples) * target_rate // rate, max_samples)
     needs = f"{name} has {rate} samples a second and the model reads {target_rate}: to have it resampled it needs soxr"
     soxr = import_optional("soxr", needs, "audio")
     resampled: F32 = soxr.resample(samples, rate, target_rate).astype(np.float32)

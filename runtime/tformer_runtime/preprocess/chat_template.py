@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tformer_runtime.base.child_process import ChildEndedError, ChildProcess
 from tformer_runtime.base.errors import InputError, MissingExtraError, UnsupportedCallError
 from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
-Template = Callable[[Sequence[Message]], str]
+Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, as of OpenAI's API and of transformers
 MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
 MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
 PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
+
+
+class Template(Protocol):
+    """A function from messages to the text of a prompt."""
+
+    def __call__(self, messages: Sequence[Message], tools: Tools | None = None) -> str: ...
 
 
 _worker = ChildProcess(Path(__file__).with_name("template_worker.py"), MAX_REPLY_SECONDS)
@@ -105,14 +111,16 @@ def compile_template(text: str, tokens: Mapping[str, str]) -> Template:
 
     text: a Jinja template.
     tokens: the texts of special tokens, by names such as bos_token.
-    Raise InputError for an invalid template. The function raises InputError if the template fails or takes too long, or
-    if the messages are not JSON.
+    Raise InputError for an invalid template. The function raises InputError if the template fails or takes too long, if
+    the messages are not JSON, or if there are tools and the template does not read them.
     """
     variables = {**tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-    _ask("read", text)
+    names = _ask("read", text)["names"]
 
-    def fill_in(messages: Sequence[Message]) -> str:
-        return str(_ask("filled in", text, {**variables, "messages": messages})["text"])
+    def fill_in(messages: Sequence[Message], tools: Tools | None = None) -> str:
+        if tools and "tools" not in names:
+            raise InputError("the chat template has no place for tools: leave them out, or describe them in a message")
+        return str(_ask("filled in", text, {**variables, "messages": messages, "tools": tools or None})["text"])
 
     return fill_in
 

@@ -20,6 +20,7 @@ from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.chat_template import (
     Message,
     Template,
+    Tools,
     pictures_of,
     without_pictures,
 )
@@ -157,11 +158,11 @@ class Inputs:
             return sources, ids, 0
         return sources, np.concatenate([start, ids]), len(start)
 
-    def conversation_input(self, template: Template, messages: Sequence[Message]) -> Input:
+    def conversation_input(self, template: Template, messages: Sequence[Message], tools: Tools | None = None) -> Input:
         """Return the prompt of a conversation: its ids, with the pixels of its pictures if the model reads pictures."""
         if self._prompt_items is None and not all(isinstance(message["content"], str) for message in messages):
             raise InputError('the model reads no pictures: the "content" of each message is a text')
-        text = template(without_pictures(messages))
+        text = template(without_pictures(messages), tools)
         if self._prompt_items is None:
             return self.ids(self._step, text, add_special_tokens=False)
         prompt = {self._step: text, self._prompt_items.spec.name: pictures_of(messages)}

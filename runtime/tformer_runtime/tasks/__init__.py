@@ -12,6 +12,7 @@ ctc_recognition         speech recognition by scores of tokens at each frame (CT
 speech_to_text          speech recognition by a generative model
 forecasting             the steps that follow a series of numbers
 single_pass             run a single-pass model on many inputs
+given_tokens            values at tokens of the caller: scores, attention weights, hidden states
 settings                flags of the command line
 
 To add a task, write a subclass of `base.BaseTask` and add it to `TASKS`.

@@ -81,6 +81,11 @@ class FillMask(BaseTask):
         tokens = " or ".join(DEFAULT_MASK_TOKENS)
         raise UnsupportedCallError(f"the file's tokenizer has no mask: none of its tokens is {tokens}")
 
+    @property
+    def mask_token(self) -> str:
+        """The text of the mask, as in an input. Raise UnsupportedCallError for a tokenizer without one."""
+        return self._reader.token(self.mask)
+
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Check the settings. The candidate tokens in the result are ids.
 
@@ -137,7 +142,7 @@ class FillMask(BaseTask):
     def sample(self, text: str | tuple[str, str]) -> Input | None:
         if not isinstance(text, str):
             return None
-        mask = self._reader.token(self.mask)
+        mask = self.mask_token
         return f"{mask} {text}" if len(text) % 2 else f"{mask} {text} {mask}"  # truncation keeps the first mask
 
     def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
@@ -145,7 +150,7 @@ class FillMask(BaseTask):
         ids = next(request[spec.name] for spec in self._specs if spec.role == "ids")
         if not (ids == self.mask).any():
             cut = " (or truncation removed it)" if truncate else ""
-            raise InputError(f"the input has no mask{cut}: write {self._reader.token(self.mask)} where it belongs")
+            raise InputError(f"the input has no mask{cut}: write {self.mask_token} where it belongs")
         return TaskInput([request], ids)
 
     @property

@@ -7,7 +7,7 @@ decoder. A decoder-only model reads the history first. A decoder with an encoder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ from tformer_runtime.base.errors import (
     MemoryBudgetError,
     ModelFileError,
     OptionError,
-    TformerError,
     UnsupportedCallError,
     with_input_number,
 )
 from tformer_runtime.base.validation import MAX_THREADS, check_int
+from tformer_runtime.decoding.batch_queue import BatchQueue
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.memory_budget import MemoryBudget
+from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.csv_series import read_series
@@ -40,19 +40,20 @@ Forecast = npt.NDArray[np.float32]
 
 @dataclass(eq=False)
 class ForecastRequest:
-    """One history, then its forecast or its error."""
+    """One history, then its forecast or its error. steps: of its forecast."""
 
     index: int
     window: SeriesWindow
+    steps: int = 1
     forecast: Forecast | None = None
-    error: TformerError | None = None
+    error: Exception | None = None
 
     @property
     def finished(self) -> bool:
         return self.forecast is not None or self.error is not None
 
-    def fail(self, error: TformerError) -> None:
-        self.error = with_input_number(error, self.index + 1)
+    def fail(self, error: Exception) -> None:
+        self.error = error
 
 
 class Forecaster:
@@ -108,11 +109,62 @@ class Forecaster:
         Cost: one run of the model if it returns the whole horizon. Otherwise the run that reads the histories, and
         `steps` - 1 decoding steps.
         """
+        requests = [ForecastRequest(index, window, steps) for index, window in enumerate(windows)]
+        self._run_all(requests)
+        return [forecast for request in requests if (forecast := request.forecast) is not None]
+
+    def run(self, requests: Sequence[ForecastRequest], memory: MemoryShare) -> Iterator[None]:
+        """Compute the forecasts of requests that have as many steps. Yield between two steps of a model that decodes.
+
+        memory: a share with a reservation of `bytes_needed`. The batch may be given up between two steps, by closing
+            the iterator.
+        """
+        windows, steps = [request.window for request in requests], requests[0].steps
         if self.series.at_once:
             forecasts = self._forecast_in_one_run([window.values for window in windows], steps)
         else:
-            forecasts = self._forecast_step_by_step(windows, steps)
-        return [self.series.denormalize(rows, window) for rows, window in zip(forecasts, windows, strict=True)]
+            forecasts = yield from self._forecast_step_by_step(windows, steps, memory)
+        for request, rows in zip(requests, forecasts, strict=True):
+            request.forecast = self.series.denormalize(rows, request.window)
+
+    def bytes_needed(self, requests: Sequence[ForecastRequest]) -> int:
+        """Return the bytes of caches and encoder outputs that a batch needs at most."""
+        if self.series.at_once:
+            return 0
+        windows, steps = [request.window for request in requests], requests[0].steps
+        max_tokens = max(map(len, self._starts(windows))) + steps - 1
+        estimate = self.engine.memory_estimate
+        sizes = [
+            estimate.request_sizes({} if self._decoder_only else {self.series.input: window.values})
+            for window in windows
+        ]
+        max_sizes = {axis: max(row_sizes[axis] for row_sizes in sizes) for axis in sizes[0]}
+        return estimate.bytes_needed(max_tokens, max_sizes, len(windows))
+
+    def queue(self, batch_size: int, memory: MemoryShare) -> BatchQueue[ForecastRequest]:
+        """Return a queue for the requests of calls that arrive one by one."""
+        ragged = self.series.ragged
+        return BatchQueue(
+            lambda requests: make_batches(requests, ragged, batch_size), self.run, memory, self.bytes_needed
+        )
+
+    def _run_all(self, requests: Sequence[ForecastRequest]) -> None:
+        """Compute requests that have as many steps. A batch that does not fit into the memory is split into halves."""
+        share = self._budget.new_share()
+        try:
+            if need := self.bytes_needed(requests):
+                share.reserve(need)
+            for _ in self.run(requests, share):
+                pass
+            return
+        except MemoryBudgetError:
+            if len(requests) == 1:
+                raise
+        finally:
+            share.release_reservation()
+        half = len(requests) // 2
+        self._run_all(requests[:half])
+        self._run_all(requests[half:])
 
     def forecast_all(
         self,
@@ -130,14 +182,9 @@ class Forecaster:
 
         def read(index: int, history: npt.ArrayLike) -> ForecastRequest:
             try:
-                return ForecastRequest(index, self.window(history, steps, truncate))
+                return ForecastRequest(index, self.window(history, steps, truncate), steps)
             except InputError as error:
                 raise with_input_number(error, index + 1) from error
-
-        def run(requests: Sequence[ForecastRequest]) -> None:
-            forecasts = self.batch([request.window for request in requests], steps)
-            for request, forecast in zip(requests, forecasts, strict=True):
-                request.forecast = forecast
 
         def make_result(request: ForecastRequest) -> Forecast:
             assert request.forecast is not None
@@ -145,7 +192,7 @@ class Forecaster:
 
         requests = (read(index, history) for index, history in enumerate(histories, index_offset))
         runner: BatchRunner[ForecastRequest, ForecastRequest] = BatchRunner(
-            lambda window: make_batches(window, self.series.ragged, batch_size), run, workers
+            lambda window: make_batches(window, self.series.ragged, batch_size), self._run_all, workers
         )
         return in_order(requests, runner, make_result, WindowLimits(WINDOW_BATCHES * batch_size))
 
@@ -172,41 +219,25 @@ class Forecaster:
             output = output[:, :, None]
         return output[:, :steps, list(self.series.feedback)]
 
-    def _forecast_step_by_step(self, windows: Sequence[SeriesWindow], steps: int) -> Array:
-        """Return (rows, steps, targets), normalized. A batch that does not fit into the memory is split into halves."""
-        rows = len(windows)
-        starts = [window.values if self._decoder_only else self.series.decoder_start(window) for window in windows]
+    def _forecast_step_by_step(
+        self, windows: Sequence[SeriesWindow], steps: int, memory: MemoryShare
+    ) -> Generator[None, None, Array]:
+        """Return (rows, steps, targets), normalized. Yield between two steps."""
+        rows, starts = len(windows), self._starts(windows)
         max_tokens = max(map(len, starts)) + steps - 1
-        share = self._budget.new_share()
+        sources = None if self._decoder_only else {self.series.input: [window.values for window in windows]}
+        state = self.engine.start(sources, rows, budget=memory, max_tokens=[max_tokens] * rows)
         try:
-            share.reserve(self._bytes_needed(windows, max_tokens))
-        except MemoryBudgetError:
-            share.release_reservation()
-            if rows == 1:
-                raise
-            halves = (windows[: rows // 2], windows[rows // 2 :])
-            return np.concatenate([self._forecast_step_by_step(half, steps) for half in halves])
-        state = None
-        try:
-            sources = None if self._decoder_only else {self.series.input: [window.values for window in windows]}
-            state = self.engine.start(sources, rows, budget=share, max_tokens=[max_tokens] * rows)
-            return self._decode(state, starts, steps)
+            return (yield from self._decode(state, starts, steps))
         finally:
-            if state is not None:
-                state.release()
-            share.release_reservation()
+            state.release()
 
-    def _bytes_needed(self, windows: Sequence[SeriesWindow], max_tokens: int) -> int:
-        estimate = self.engine.memory_estimate
-        sizes = [
-            estimate.request_sizes({} if self._decoder_only else {self.series.input: window.values})
-            for window in windows
-        ]
-        max_sizes = {axis: max(row_sizes[axis] for row_sizes in sizes) for axis in sizes[0]}
-        return estimate.bytes_needed(max_tokens, max_sizes, len(windows))
+    def _starts(self, windows: Sequence[SeriesWindow]) -> list[Array]:
+        """Return the first decoder input of each row, (length, targets)."""
+        return [window.values if self._decoder_only else self.series.decoder_start(window) for window in windows]
 
-    def _decode(self, state: State, starts: Sequence[Array], steps: int) -> Array:
-        """Return (rows, steps, targets). starts: the first decoder input of each row, (length, targets)."""
+    def _decode(self, state: State, starts: Sequence[Array], steps: int) -> Generator[None, None, Array]:
+        """Return (rows, steps, targets). Yield between two steps. starts: as of `_starts`."""
         rows, feedback = len(starts), list(self.series.feedback)
         counts = np.array([len(start) for start in starts])
         tokens: Array = np.zeros((rows, int(counts.max()), len(feedback)), np.float32)
@@ -214,17 +245,22 @@ class Forecaster:
             row[: len(start)] = start
         forecast: Array = np.empty((rows, steps, len(feedback)), np.float32)
         for step in range(steps):
+            if step:
+                yield
             forecast[:, step] = self.engine.step(state, tokens, counts if step == 0 else None)[:, feedback]
             tokens = forecast[:, step : step + 1]
         return forecast
 
 
 def make_batches(requests: Sequence[ForecastRequest], ragged: bool, batch_size: int) -> Iterator[list[ForecastRequest]]:
-    """Yield batches of histories of similar length. ragged: whether a batch may have several lengths."""
+    """Yield batches of histories of similar length, with forecasts of as many steps.
+
+    ragged: whether a batch may have several lengths.
+    """
     batch: list[ForecastRequest] = []
-    for request in sorted(requests, key=lambda request: len(request.window.values)):
+    for request in sorted(requests, key=lambda request: (request.steps, len(request.window.values))):
         other_length = batch and not ragged and len(batch[0].window.values) != len(request.window.values)
-        if len(batch) == batch_size or other_length:
+        if len(batch) == batch_size or other_length or (batch and batch[0].steps != request.steps):
             yield batch
             batch = []
         batch.append(request)

@@ -11,8 +11,9 @@ worker if all inputs have one size, or if they are large.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,16 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, with_input_number
 from tformer_runtime.base.validation import MAX_THREADS, check_int
+from tformer_runtime.decoding.batch_queue import BatchQueue
 from tformer_runtime.decoding.ordered import WINDOW_BATCHES, BatchRunner, WindowLimits, in_order
 from tformer_runtime.decoding.sequence import NOT_FINITE
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.engine.step_outputs import crop
 from tformer_runtime.format.manifest import EncodeStage
 from tformer_runtime.format.sizes import input_and_output_sizes
-from tformer_runtime.tasks.base import Outputs, TaskInput
+from tformer_runtime.preprocess.inputs import Input, Inputs
+from tformer_runtime.tasks.base import BaseTask, Outputs, TaskInput
 
 MAX_CPU_BATCH_POSITIONS = 512  # so that the output of one operator is still in the cache when the next one reads it
 WINDOW_INPUT_VALUES = 2**23  # input values that complete a window: 32 MB in float32, 9 minutes of sound at 16 kHz
@@ -46,6 +50,10 @@ class SinglePassRequest:
 
     def fail(self, error: Exception) -> None:
         self.error = error
+
+    @property
+    def finished(self) -> bool:
+        return self.outputs is not None or self.error is not None
 
     @property
     def size(self) -> int:
@@ -75,11 +83,51 @@ class SinglePassInput:
 
     @property
     def finished(self) -> bool:
-        return all(request.outputs is not None or request.error is not None for request in self.requests)
+        return all(request.finished for request in self.requests)
 
     @property
     def error(self) -> Exception | None:
         return next((request.error for request in self.requests if request.error is not None), None)
+
+
+class SinglePassCall:
+    """The inputs and results of a task with fixed settings."""
+
+    def __init__(
+        self,
+        task: BaseTask,
+        inputs: Inputs,
+        settings: Mapping[str, Any],
+        truncate: bool = False,
+        adapter_input: Mapping[str, Array] = MappingProxyType({}),
+    ) -> None:
+        """
+        settings: of the caller.
+        truncate: whether inputs that are too long are cut.
+        adapter_input: the input that chooses the adapter, as of `Manifest.adapter_input`.
+        Raise OptionError for settings that the task does not have.
+        """
+        self.task, self.select_outputs = task, task.select_outputs
+        self._inputs, self._adapter_input = inputs, adapter_input
+        self._settings = task.settings(settings)
+        self._truncate = task.truncates(truncate, self._settings)
+
+    def read(self, input: Input) -> TaskInput:
+        """Read an input. Raise InputError for an input that the model cannot read."""
+        reading = self.task.read_input(input, self._inputs, self._truncate, self._settings)
+        if not self._adapter_input:
+            return reading
+        return replace(reading, requests=[{**request, **self._adapter_input} for request in reading.requests])
+
+    def num_ids(self, reading: TaskInput) -> int:
+        """Return the number of ids of an input, those that windows share counted in each."""
+        encode = self.task.manifest.encode
+        names = [spec.name for spec in encode.inputs if spec.role == "ids"] if encode else []
+        return sum(int(request[name].size) for request in reading.requests for name in names)
+
+    def result(self, reading: TaskInput, outputs: Sequence[Outputs]) -> Any:
+        """Return the result of an input. outputs: of each of its requests."""
+        return self.task.make_result(reading, outputs, self._settings)
 
 
 def run_single_pass(
@@ -119,10 +167,30 @@ def run_single_pass(
 def _make_result(item: SinglePassInput) -> tuple[TaskInput, list[Outputs]]:
     """Return the input with its outputs. Raise InputError for NaN; infinity may stand for a mask."""
     outputs = [request.outputs or () for request in item.requests]
+    try:
+        check_numbers(outputs)
+    except InputError as error:
+        raise with_input_number(error, item.index + 1) from error
+    return item.arrays, outputs
+
+
+def check_numbers(outputs: Iterable[Outputs]) -> None:
+    """Raise InputError for NaN in the outputs of an input."""
     for value in (value for values in outputs for value in values):
         if value.dtype.kind == "f" and np.isnan(value).any():
-            raise with_input_number(InputError(NOT_FINITE), item.index + 1)
-    return item.arrays, outputs
+            raise InputError(NOT_FINITE)
+
+
+def single_pass_queue(
+    engine: Engine, batch_size: int, memory: MemoryShare, select_outputs: SelectOutputs
+) -> BatchQueue[SinglePassRequest]:
+    """Return a queue for the requests of calls that arrive one by one. Arguments as of `run_single_pass`."""
+
+    def run(requests: Sequence[SinglePassRequest], memory: MemoryShare) -> Iterator[None]:
+        _run_batch(engine, select_outputs, requests)
+        yield from ()
+
+    return BatchQueue(lambda requests: _make_batches(engine, requests, batch_size), run, memory)
 
 
 def _has_free_sizes(engine: Engine) -> bool:

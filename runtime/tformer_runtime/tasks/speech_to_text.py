@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -158,19 +158,31 @@ class _Recording:
 
 
 @dataclass(eq=False)
-class _TranscriptionState:
-    """The tokens of a recording so far.
+class TranscriptionState:
+    """The tokens of a recording so far. `Transcriber` reads and writes it.
 
+    prompt: has None in the place of a language that is not detected yet.
     seek: the frame at which the next window begins.
     segments: the ids of each segment with its first and last time in seconds.
     """
 
     recording: _Recording
     prompt: list[int | None]
+    num_beams: int | None = None
     seek: int = 0
     ids: list[int] = field(default_factory=list)
     score: float = 0.0
     segments: list[tuple[list[int], float, float]] = field(default_factory=list)
+
+    @property
+    def detects(self) -> bool:
+        """Whether the language has to be detected before the first window."""
+        return None in self.prompt
+
+    @property
+    def kind(self) -> tuple[bool, bool, int]:
+        """Equal for sounds whose next requests may be one batch: prompts of one length, and the same rules."""
+        return self.detects, self.recording.timestamps, len(self.prompt)
 
     @property
     def frames_left(self) -> int:
@@ -272,7 +284,13 @@ class Transcriber:
             assert recording.result is not None
             return recording.result
 
-        recordings = (self._read(index, sound, settings) for index, sound in enumerate(sounds, index_offset))
+        def read(index: int, sound: Any) -> _Recording:
+            try:
+                return self._read(index, sound, settings)
+            except InputError as error:
+                raise with_input_number(error, index + 1) from error
+
+        recordings = (read(index, sound) for index, sound in enumerate(sounds, index_offset))
         runner: BatchRunner[_Recording, _Recording] = BatchRunner(
             make_batches, partial(self._run_batch, settings=settings), workers, max_windows=1
         )
@@ -282,49 +300,84 @@ class Transcriber:
         return in_order(recordings, runner, make_result, limits)
 
     def _read(self, index: int, sound: Any, settings: Mapping[str, Any]) -> _Recording:
-        """Read a sound and make its prompt. Raise InputError with the number of the sound."""
+        """Read a sound and make its prompt. Raise InputError."""
         audio, prompt = self._audio, self.task.prompt
-        try:
-            frames = audio.spectrogram(audio.read(sound))
-            several_windows = frames.shape[1] > audio.frames
-            window = f"{audio.n_samples / audio.sampling_rate:g} s"
-            if several_windows and prompt.no_timestamps is None:
-                raise InputError(
-                    f"the sound is longer than {window}, and this model writes no timestamps: cut it into parts"
-                )
-            if several_windows and settings["timestamps"] is False:
-                raise InputError(
-                    f"the sound is longer than {window}, so that it is read in windows, whose starts follow from "
-                    "timestamps: leave out timestamps=False"
-                )
-        except InputError as error:
-            raise with_input_number(error, index + 1) from error
+        frames = audio.spectrogram(audio.read(sound))
+        several_windows = frames.shape[1] > audio.frames
+        window = f"{audio.n_samples / audio.sampling_rate:g} s"
+        if several_windows and prompt.no_timestamps is None:
+            raise InputError(
+                f"the sound is longer than {window}, and this model writes no timestamps: cut it into parts"
+            )
+        if several_windows and settings["timestamps"] is False:
+            raise InputError(
+                f"the sound is longer than {window}, so that it is read in windows, whose starts follow from "
+                "timestamps: leave out timestamps=False"
+            )
         timestamps = prompt.timestamps if settings["timestamps"] is None else bool(settings["timestamps"])
         timestamps = timestamps or several_windows
         start_id = self._manifest.special_tokens.bos_token_ids[0]
         ids = prompt.ids(start_id, settings["language"], settings["task"], timestamps)
         return _Recording(index, frames, ids, timestamps)
 
+    def begin(self, sound: Any, settings: Mapping[str, Any]) -> TranscriptionState:
+        """Read one sound, and return its transcription before the first window.
+
+        settings: the result of `SpeechToText.settings`. Raise InputError.
+        """
+        return self._new_state(self._read(0, sound, settings), settings)
+
+    def next_request(self, sound: TranscriptionState) -> tuple[Request, Settings] | None:
+        """Return what to generate next for a sound: its language or its next window. None if nothing is left.
+
+        Give the result to `add`. Requests of sounds with equal `TranscriptionState.kind` may be one batch, with the
+        settings of any of them.
+        """
+        if sound.frames_left <= 0:
+            return None
+        max_length, prompt = self._manifest.max_length, self.task.prompt
+        if sound.detects:
+            return self._make_request(
+                sound, self._manifest.special_tokens.bos_token_ids[:1], 1
+            ), self._language_settings
+        _, timestamps, prompt_tokens = sound.kind
+        room = max_length - prompt_tokens
+        ids = [i for i in sound.prompt if i is not None]
+        request = self._make_request(sound, ids, min(room, prompt.max_new_tokens or room))
+        return request, self._window_settings(sound.num_beams, timestamps, prompt_tokens)
+
+    def add(self, sound: TranscriptionState, result: Result) -> None:
+        """Add the result of the latest `next_request` to a transcription."""
+        if sound.detects:
+            sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
+            return
+        ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
+        sound.score += sum(result.token_logprobs)
+        self._append_window(sound, ids)
+
     def _run_batch(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> None:
-        for recording, result in zip(recordings, self._transcribe(recordings, settings), strict=True):
-            recording.result = result
-
-    def _transcribe(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> list[Transcription]:
         """Transcribe recordings, window by window. The next windows of all unfinished recordings are one batch."""
-        sounds = [_TranscriptionState(recording, recording.prompt) for recording in recordings]
-        if unknown := [sound for sound in sounds if None in sound.prompt]:
-            self._detect_languages(unknown)
-        while unfinished := [sound for sound in sounds if sound.frames_left > 0]:
-            for group in _group_by_prompt(unfinished):
-                for sound, result in zip(group, self._generate(group, settings), strict=True):
-                    ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
-                    sound.score += sum(result.token_logprobs)
-                    self._append_window(sound, ids)
-        codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
-        return [self._make_transcription(sound, codes) for sound in sounds]
+        sounds = [self._new_state(recording, settings) for recording in recordings]
+        while unfinished := [(sound, request) for sound in sounds if (request := self.next_request(sound)) is not None]:
+            for kind in dict.fromkeys(sound.kind for sound, _ in unfinished):
+                group = [(sound, request) for sound, request in unfinished if sound.kind == kind]
+                self._generate(group)
+        for sound in sounds:
+            sound.recording.result = self.transcription(sound)
 
-    def _detect_languages(self, sounds: Sequence[_TranscriptionState]) -> None:
-        """Set the language of each prompt: the likeliest language token after the start token."""
+    def _generate(self, group: Sequence[tuple[TranscriptionState, tuple[Request, Settings]]]) -> None:
+        """Generate what is next for sounds of one kind."""
+        requests, settings = [request for _, (request, _) in group], group[0][1][1]
+        for (sound, _), result in zip(group, generate_all(self._generator, requests, settings), strict=True):
+            self.add(sound, result)
+
+    @staticmethod
+    def _new_state(recording: _Recording, settings: Mapping[str, Any]) -> TranscriptionState:
+        return TranscriptionState(recording, recording.prompt, settings["num_beams"])
+
+    @cached_property
+    def _language_settings(self) -> Settings:
+        """Settings that choose the likeliest language token after the start token."""
         language_ids = np.array(sorted(set(self.task.prompt.languages.values())))
 
         def keep_languages(ids: Ints, scores: F32) -> F32:
@@ -332,34 +385,25 @@ class Transcriber:
             masked[language_ids] = scores[language_ids]
             return masked
 
-        options = GenerationOptions(num_beams=1, temperature=0.0, logits_processor=keep_languages)
-        start = np.array(self._manifest.special_tokens.bos_token_ids[:1], np.int64)
-        requests = [self._make_request(sound, start, 1) for sound in sounds]
-        results = generate_all(self._generator, requests, Settings.of(options, {}))
-        for sound, result in zip(sounds, results, strict=True):
-            sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
+        return Settings.of(GenerationOptions(num_beams=1, temperature=0.0, logits_processor=keep_languages), {})
 
-    def _generate(self, sounds: Sequence[_TranscriptionState], settings: Mapping[str, Any]) -> list[Result]:
-        """Generate the tokens of the next window of each sound. All sounds have prompts of one length."""
-        prompt, prompt_tokens = self.task.prompt, len(sounds[0].prompt)
-        options = GenerationOptions(num_beams=settings["num_beams"])
-        if sounds[0].recording.timestamps:
+    def _window_settings(self, num_beams: int | None, timestamps: bool, prompt_tokens: int) -> Settings:
+        options = GenerationOptions(num_beams=num_beams)
+        if timestamps:
             end_id = self._manifest.special_tokens.eos_token_ids[0]
-            options = options.replace({"logits_processor": TimestampRules(prompt, end_id, prompt_tokens)})
-        room = self._manifest.max_length - prompt_tokens
-        max_tokens = min(room, prompt.max_new_tokens or room)
-        requests = [self._make_request(sound, np.array(sound.prompt, np.int64), max_tokens) for sound in sounds]
-        return generate_all(self._generator, requests, Settings.of(options, self._manifest.generation_defaults))
+            options = options.replace({"logits_processor": TimestampRules(self.task.prompt, end_id, prompt_tokens)})
+        return Settings.of(options, self._manifest.generation_defaults)
 
-    def _make_request(self, sound: _TranscriptionState, prompt: Ints, max_tokens: int) -> Request:
-        return Request(sound.recording.index, {self._input_name: self._window(sound)}, prompt, max_tokens)
+    def _make_request(self, sound: TranscriptionState, prompt: Sequence[int], max_tokens: int) -> Request:
+        sources = {self._input_name: self._window(sound)}
+        return Request(sound.recording.index, sources, np.array(prompt, np.int64), max_tokens)
 
-    def _window(self, sound: _TranscriptionState) -> F32:
+    def _window(self, sound: TranscriptionState) -> F32:
         """Return the frames (num_mel_bins, frames) of the next window, padded with zeros at the end."""
         frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
         return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
 
-    def _append_window(self, sound: _TranscriptionState, ids: list[int]) -> None:
+    def _append_window(self, sound: TranscriptionState, ids: list[int]) -> None:
         """Append the segments of a window, and set where the next window begins. ids: of the window."""
         prompt, window_frames = self.task.prompt, min(sound.frames_left, self._audio.frames)
         begin = sound.seek * prompt.step / prompt.stride
@@ -370,8 +414,9 @@ class Transcriber:
         sound.ids += [i for segment, _, _ in segments for i in segment]
         sound.seek += advance if advance > 0 else window_frames
 
-    def _make_transcription(self, sound: _TranscriptionState, codes: Mapping[int, str]) -> Transcription:
-        """codes: language id → code."""
+    def transcription(self, sound: TranscriptionState) -> Transcription:
+        """Return the transcription of a sound of which nothing is left."""
+        codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
         return Transcription(
             self._text(sound.ids),
             tuple(sound.ids),
@@ -423,11 +468,3 @@ def split_segments(
         segments.append((segment, segment[0] - first_time_id, segment[-2 if has_next_time else -1] - first_time_id))
         begin = end
     return segments, window_frames if complete else (ids[begin - 2] - first_time_id) * prompt.stride
-
-
-def _group_by_prompt(sounds: Sequence[_TranscriptionState]) -> list[list[_TranscriptionState]]:
-    """Group sounds that have prompts of one length and the same timestamp rules."""
-    groups: dict[tuple[bool, int], list[_TranscriptionState]] = {}
-    for sound in sounds:
-        groups.setdefault((sound.recording.timestamps, len(sound.prompt)), []).append(sound)
-    return list(groups.values())

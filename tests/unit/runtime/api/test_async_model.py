@@ -25,7 +25,6 @@ from tformer_runtime import (
     Model,
     OptionError,
     UnsupportedCallError,
-    async_model,
 )
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.preprocess.tokenizer import Detokenizer
@@ -143,6 +142,86 @@ def test_stream_pieces_join_to_the_text(model):
     assert asyncio.run(run()) == expected
 
 
+def joined(pieces, number: int) -> SimpleNamespace:
+    """Return what the pieces of one result have, put together."""
+    own = [piece for piece in pieces if piece.number == number]
+    assert all(piece.finish_reason is None for piece in own[:-1])
+    together = {
+        name: sum((getattr(p, name) for p in own), ()) for name in ("token_ids", "token_logprobs", "top_logprobs")
+    }
+    return SimpleNamespace(text="".join(p.text for p in own), finish_reason=own[-1].finish_reason, **together)
+
+
+def test_pieces_of_an_open_request_join_to_its_results(model):
+    plan = make_requests(36)
+    plan += [("hello", {"num_beams": 2, "max_new_tokens": 8}), ("hello", {"forced_prefix": "ab", "max_new_tokens": 8})]
+
+    async def all_pieces(aio, word, options):
+        async with aio.open(word, **options) as request:
+            assert request.prompt_tokens == len(word) + 1
+            pieces = [piece async for piece in request]
+            assert [piece async for piece in request] == []
+            return pieces, await request.result()
+
+    async def run():
+        async with AsyncModel(model, max_batch_size=8) as aio:
+            return await asyncio.gather(*(all_pieces(aio, word, options) for word, options in plan))
+
+    for (pieces, result), (word, options) in zip(asyncio.run(run()), plan, strict=True):
+        assert_alike(result, model.generate(word, **options))
+        for number, one in enumerate((result, *result.alternatives)):
+            whole = joined(pieces, number)
+            assert (whole.text, whole.token_ids, whole.finish_reason) == (one.text, one.token_ids, one.finish_reason)
+            prefix = len(options.get("forced_prefix", ""))  # one token a letter, without log-probabilities
+            assert whole.token_logprobs == one.token_logprobs[prefix:]
+            assert whole.top_logprobs == one.top_logprobs
+    assert model.memory()["used_bytes"] == 0
+
+
+def test_open_request_of_a_file_without_a_tokenizer_has_ids(tmp_path):
+    model = Model.load(Toy(encoder=False, seed=5, tokenizer=False).write(tmp_path / "ids.onnx"), "cpu", threads=1)
+
+    async def run():
+        async with AsyncModel(model) as aio, aio.open([5, 6, 7], max_new_tokens=6) as request:
+            return [piece async for piece in request]
+
+    pieces = asyncio.run(run())
+    assert joined(pieces, 0).token_ids == model.generate([5, 6, 7], max_new_tokens=6).token_ids
+    assert joined(pieces, 0).text == ""
+
+
+def test_leaving_an_open_request_ends_it(toy, monkeypatch):
+    rows = record_rows_per_step(toy, monkeypatch)
+
+    async def run():
+        async with AsyncModel(toy) as aio:
+            async with aio.open("ab", logits_processor=(gate := Gate(4)), **LONG_OPTIONS) as request:
+                assert (await anext(request)).token_ids
+                await gate.reached()
+                assert aio.stats().running_rows == 1
+            gate.open()
+            with pytest.raises(UnsupportedCallError, match="the request was cancelled"):
+                await request.result()
+            with pytest.raises(UnsupportedCallError, match="the request was cancelled"):
+                [piece async for piece in request]
+            assert aio.stats().running_rows == 0
+
+    asyncio.run(run())
+    assert len(rows) == 3
+    assert toy.memory()["used_bytes"] == 0
+
+
+def test_errors_of_an_open_request_are_raised_before_it_runs(toy):
+    async def run():
+        async with AsyncModel(toy) as aio:
+            for error, word, options in ((InputError, "é", {}), (OptionError, "a", {"top_k": -1})):
+                with pytest.raises(error):
+                    async with aio.open(word, **options):
+                        raise AssertionError("the request was opened")
+
+    asyncio.run(run())
+
+
 def test_new_request_joins_the_running_batch(model, monkeypatch):
     rows = record_rows_per_step(model, monkeypatch)
 
@@ -212,13 +291,13 @@ def test_stream_yields_each_token_before_the_next_step(toy, monkeypatch):
 
 
 def test_requests_above_max_pending_are_not_submitted(toy, monkeypatch):
-    submitted, make_request = [], async_model.make_request
+    submitted, request = [], toy.request
 
-    def record_request(manifest, inputs, input_, *arguments):
+    def record_request(input_, *arguments):
         submitted.append(input_)
-        return make_request(manifest, inputs, input_, *arguments)
+        return request(input_, *arguments)
 
-    monkeypatch.setattr(async_model, "make_request", record_request)
+    monkeypatch.setattr(toy, "request", record_request)
 
     async def run():
         async with AsyncModel(toy, max_pending=2) as aio:

@@ -404,6 +404,35 @@ def test_chat_prompt_matches_transformers_chat_template(tmp_path, name, system):
     assert_same(chat.send("anew", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
 
 
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}<|system|>{{ tool.function.name }}{{ tool.function.parameters.title }}<|end|>"
+    "{% endfor %}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.word }}{% endfor %}"
+    "<|end|>{% endfor %}<|assistant|>"
+)
+
+
+def test_prompt_with_tools_matches_transformers_chat_template(tmp_path):
+    model, tokenizer = model_and_tokenizer(tmp_path, TOOLS_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "rhyme", "description": "d", "parameters": {"title": "word"}}}]
+    messages = [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "rhyme", "arguments": {"word": "cab"}}}],
+        },
+        {"role": "user", "content": "inner"},
+    ]
+    for functions in (tools, None):
+        expected = tokenizer.apply_chat_template(messages, tools=functions, add_generation_prompt=True)["input_ids"]
+        assert model.prompt(messages, tools=functions).tolist() == expected
+    plain, _ = model_and_tokenizer(tmp_path, PLAIN)
+    with pytest.raises(InputError, match="the chat template has no place for tools: leave them out"):
+        plain.prompt("hello", tools=tools)
+    assert plain.prompt("hello", tools=[]).tolist() == plain.prompt("hello").tolist()
+
+
 def test_closed_stream_adds_no_turn(tmp_path):
     model, _ = model_and_tokenizer(tmp_path, PLAIN)
     chat, other = model.chat(), model.chat()

@@ -15,7 +15,7 @@ import tformer_runtime
 from tformer_runtime.base import errors
 
 NAMES = {
-    "Answer", "AsyncModel", "CachedPrefix", "Chat", "Classification", "DeadlineError", "DeviceError",
+    "Answer", "AsyncModel", "AsyncModelStats", "CachedPrefix", "Chat", "Classification", "DeadlineError", "DeviceError",
     "GenerationOptions", "InputError", "MaskCandidate", "MemoryBudgetError",
     "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
     "Result", "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription",

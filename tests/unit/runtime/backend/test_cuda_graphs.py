@@ -5,7 +5,9 @@ The tests run on the CPU, with a session whose tensors are copies, as on a devic
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import onnx
@@ -17,7 +19,7 @@ from tformer_runtime import Model
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.backend.sampling_graph import TOP_LOGITS_COUNT
 from tformer_runtime.backend.session import Session, find_missing_cuda
-from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.base.errors import ModelFileError, UnsupportedCallError
 from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import DEVICE_SUM_TOLERANCE, Sampler
 from tformer_runtime.engine.cuda_call import CudaGraphCall
@@ -54,7 +56,7 @@ class Apart(Session):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
 
     def bind_new_output(self, binding, output):
-        binding.bind_output(output, "cpu")
+        binding.native.bind_output(output, "cpu")
 
     def run(self, binding, stage, graph=None):
         self.runs.append(graph)
@@ -135,6 +137,20 @@ def test_steps_in_fixed_buffers_equal_other_steps(files, name):
     np.testing.assert_array_equal(again, actual)
     assert calls[-1].step is step
     assert {graph for graph in engine.session.runs if graph is not None} == set(numbers)
+
+
+def test_closed_engine_frees_the_buffers_of_its_graphs(files):
+    engine = Engine(Apart(files["decoder-only"]))
+    _, calls = steps(engine, [None], rows_of(2, (3,)), 4)
+    step = weakref.ref(calls.pop().step)
+    del calls[:]
+    gc.collect()
+    assert step() is not None  # in the pool, for the next batch
+    engine.close()
+    gc.collect()
+    assert step() is None
+    with pytest.raises(UnsupportedCallError, match="the model is closed"):
+        steps(engine, [None], rows_of(2, (3,)), 4)
 
 
 def test_no_graph_is_captured_near_the_end_of_the_buffers(files):

@@ -12,6 +12,7 @@ from support.toy_models import Toy
 
 from tformer_runtime import DeadlineError, Model, ModelFileError
 from tformer_runtime.backend import run_slots
+from tformer_runtime.backend.binding import Binding
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.session import Session
 from tformer_runtime.engine.engine import Engine
@@ -46,7 +47,7 @@ def test_number_of_runs_at_a_time_is_bounded(path):
     session, held = Session(path, "cpu"), Held()
     session._sessions = {"decode": held}
     session.run_slots = RunSlots(2)
-    threads = [threading.Thread(target=session.run, args=(None, "decode")) for _ in range(6)]
+    threads = [threading.Thread(target=session.run, args=(Binding(object()), "decode")) for _ in range(6)]
     for thread in threads:
         thread.start()
     for _ in range(2):
@@ -69,7 +70,7 @@ def test_slot_is_free_after_an_error(path, error):
     held.ends.release(3)
     for _ in range(3):  # the second run would wait for ever
         with pytest.raises((ModelFileError, KeyboardInterrupt)):
-            session.run(None, "decode")
+            session.run(Binding(object()), "decode")
 
 
 def test_deadline_does_not_count_the_time_of_waiting(path):
@@ -81,7 +82,7 @@ def test_deadline_does_not_count_the_time_of_waiting(path):
 
     def run():
         with pytest.raises(DeadlineError):
-            session.run(None, "decode")
+            session.run(Binding(object()), "decode")
 
     with session.run_slots:
         waiting = threading.Thread(target=run)
@@ -92,7 +93,7 @@ def test_deadline_does_not_count_the_time_of_waiting(path):
     waiting.join(60)
     assert not waiting.is_alive()
     with pytest.raises(DeadlineError):
-        session.run(None, "decode")
+        session.run(Binding(object()), "decode")
 
 
 def test_slots_of_the_cpu_are_one_more_than_the_cores(path, monkeypatch):
@@ -109,7 +110,7 @@ def test_runs_on_cuda_have_no_slots(path):
     session, held, synchronized = Session(path, "cpu"), Held(), []
     session._sessions, session.device, session.run_slots = {"decode": held}, "cuda", None
     held.ends.release()
-    session.run(SimpleNamespace(synchronize_outputs=lambda: synchronized.append(True)), "decode")
+    session.run(Binding(SimpleNamespace(synchronize_outputs=lambda: synchronized.append(True))), "decode")
     assert synchronized == [True]
 
 

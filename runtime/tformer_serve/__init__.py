@@ -1,0 +1,24 @@
+"""A server of model files, with OpenAI's API: `tformer-serve FILE.onnx …`. docs/serving.md describes it.
+
+abilities      the paths of a model
+errors         errors in the form of OpenAI's API
+options        how a server treats its clients
+exchange       a request and its response, for logs, metrics and the deadline
+logs           JSON logs
+registry       the models
+metrics        metrics in Prometheus' form
+conduct/       layers around the routes: ids, deadlines, keys, places, sizes of bodies
+state          what the routes share
+body_route     bodies in JSON, which are parsed off the event loop
+client_inputs  inputs of clients, which are untrusted
+event_stream   answers that end when their client is gone
+generation     opens requests of a model under the limits of the server
+calls          other calls than generation, of the inputs of a request
+schemas/       bodies of requests
+answers        answers in the form of OpenAI's API
+subtitles      SRT and WebVTT
+routes/        one module for each task
+app            the application
+server         listens, and stops without losing a request
+cli            the command line
+"""

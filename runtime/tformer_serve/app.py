@@ -1,0 +1,87 @@
+"""The application: routes, and the layers of conduct around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import tformer_runtime
+from tformer_serve.conduct.admission import Admission, Admitted
+from tformer_serve.conduct.api_keys import ApiKeys
+from tformer_serve.conduct.body_limit import BodyLimit
+from tformer_serve.conduct.request_scope import RequestScope
+from tformer_serve.errors import ApiError
+from tformer_serve.metrics import Metrics
+from tformer_serve.options import ServerOptions
+from tformer_serve.registry import Models
+from tformer_serve.routes import ROUTERS
+from tformer_serve.schemas.base import validation_error
+from tformer_serve.state import ServerState
+
+
+def make_app(models: Models, options: ServerOptions) -> FastAPI:
+    """Return the application. It starts the models when the server starts, and closes them when the server ends."""
+    limit = options.max_queue + sum(served.max_batch_size for served in models.values())
+    admission = Admission(limit)
+    metrics = Metrics(models, lambda: admission.open)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        models.start(limit)
+        yield
+        await models.close()
+
+    app = FastAPI(
+        title="tformer",
+        version=tformer_runtime.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # pages that load scripts of other servers
+        redoc_url=None,
+        exception_handlers={RequestValidationError: _on_wrong_body, HTTPException: _on_http_error},
+    )
+    app.state.server = ServerState(options, models, metrics, admission)
+    for router in ROUTERS:
+        app.include_router(router)
+    # The last one added is the outermost.
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=options.max_body_bytes,
+        max_upload_bytes=options.max_upload_bytes,
+        logs_bodies=options.log_prompts,
+    )
+    app.add_middleware(Admitted, admission=admission)
+    app.add_middleware(ApiKeys, keys=options.api_keys)
+    app.add_middleware(RequestScope, metrics=metrics, timeout=options.timeout)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+async def _on_wrong_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    raise validation_error(error.errors()) from error
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Answer errors of the framework, such as an unknown path."""
+    assert isinstance(error, HTTPException)
+    sentences = {
+        404: f"there is no {request.url.path[:200]}: GET /openapi.json lists the paths",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    code = {404: "not_found", 405: "wrong_method"}.get(error.status_code, "invalid_request")
+    message = sentences.get(error.status_code, str(error.detail))
+    raise ApiError(error.status_code, message, code, headers=error.headers or {}) from error

@@ -1,0 +1,159 @@
+"""`tformer-serve`: serve model files.
+
+Messages and logs go to standard error. Exit status: 0 stopped by a signal, 1 the start failed, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tformer_runtime.base.errors import OptionError, TformerError
+from tformer_runtime.base.extras import import_optional
+from tformer_runtime.base.process_memory import limit_process_memory
+from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
+from tformer_runtime.cli.errors import errors_as_sentences
+from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
+from tformer_runtime.tasks.settings import bytes_of
+from tformer_serve.options import (
+    DEFAULT_PORT,
+    DRAIN_SECONDS,
+    MAX_BODY_BYTES,
+    MAX_QUEUE,
+    MAX_UPLOAD_BYTES,
+    ServerOptions,
+)
+
+_MAX_SECONDS = 1e9
+_SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
+_FILE = click.Path(path_type=Path)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("files", metavar="FILE.onnx…", nargs=-1, required=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen at this address; 0.0.0.0 is every one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="0 is any free port."
+)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, MAX_THREADS),
+    help="Compute an operator with N threads.  [default: one per core]",
+)
+@click.option(
+    "--max-batch-size",
+    type=click.IntRange(1, MAX_INT),
+    default=MAX_BATCH_ROWS,
+    show_default=True,
+    help="Decode at most N rows of a model together.",
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(0, MAX_INT),
+    default=MAX_QUEUE,
+    show_default=True,
+    help="Let N requests wait, besides those that run; refuse more with 429.",
+)
+@click.option(
+    "--max-memory", metavar="SIZE", help="Limit the caches of each model, such as 2G; requests wait for memory."
+)
+@click.option("--max-process-memory", metavar="SIZE", help="Limit all memory of the process, such as 8G.  [Linux]")
+@click.option("--max-run-seconds", type=_SECONDS, help="Stop a run of the graph, such as a step, after S seconds.")
+@click.option(
+    "--max-body",
+    metavar="SIZE",
+    default=f"{MAX_BODY_BYTES >> 20}M",
+    show_default=True,
+    help="Refuse larger bodies of requests with 413.",
+)
+@click.option(
+    "--max-upload",
+    metavar="SIZE",
+    default=f"{MAX_UPLOAD_BYTES >> 20}M",
+    show_default=True,
+    help="Refuse larger forms with a sound with 413.",
+)
+@click.option(
+    "--timeout",
+    type=_SECONDS,
+    help="End a request after S seconds with 504. The header X-Request-Timeout asks for fewer.  [default: none]",
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(0, _MAX_SECONDS),
+    default=DRAIN_SECONDS,
+    show_default=True,
+    help="After a signal to stop, let requests finish for S seconds.",
+)
+@click.option("--api-key-file", type=_FILE, help="Serve only clients with a key of this file, one a line.")
+@click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
+@click.option("--tls-cert", type=_FILE, help="Serve https with this certificate, in PEM.")
+@click.option("--tls-key", type=_FILE, help="The key of the certificate, if that has none.")
+@click.option("--log-prompts", is_flag=True, help="Log the bodies of requests, and the messages of errors.")
+@click.option("--verbose", is_flag=True, help="Write the traceback of an error.")
+@click.version_option(package_name="tformer")
+def main(
+    files: tuple[str, ...],
+    host: str,
+    port: int,
+    max_batch_size: int,
+    max_process_memory: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    verbose: bool,
+    **values: Any,
+) -> None:
+    """Serve model files with OpenAI's API at http://127.0.0.1:8080/v1.
+
+    FILE.onnx is a file of tformer-export, which clients call by its name without the ending; NAME=FILE names it
+    otherwise.
+    """
+    with errors_as_sentences("tformer-serve", verbose, _sentence):
+        for name in ("fastapi", "uvicorn", "prometheus_client"):
+            import_optional(name, f"a server needs {name}", "serve")
+        from tformer_serve.app import make_app
+        from tformer_serve.conduct.api_keys import read_api_keys
+        from tformer_serve.logs import set_up_logs
+        from tformer_serve.registry import ModelFile, Models
+        from tformer_serve.server import Server, bind, check_certificate
+
+        if max_process_memory is not None:
+            limit_process_memory(bytes_of(max_process_memory, "max_process_memory"))
+        key_file = values["api_key_file"]
+        options = ServerOptions(
+            max_queue=values["max_queue"],
+            timeout=values["timeout"],
+            drain_seconds=values["drain_seconds"],
+            max_body_bytes=bytes_of(values["max_body"], "max_body"),
+            max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
+            api_keys=() if key_file is None else read_api_keys(key_file),
+            cors_origins=values["cors_origin"],
+            log_prompts=values["log_prompts"],
+        )
+        check_certificate(tls_cert, tls_key)
+        memory = None if values["max_memory"] is None else bytes_of(values["max_memory"])
+        set_up_logs(options.log_prompts)
+        with bind(host, port) as bound:  # before the files are read, which may take long
+            models = Models.load(
+                [ModelFile.parse(file) for file in files],
+                max_batch_size,
+                device=values["device"],
+                threads=values["threads"],
+                max_memory=memory,
+                max_run_seconds=values["max_run_seconds"],
+            )
+            Server(make_app(models, options), tls_cert, tls_key).run([bound])
+
+
+def _sentence(error: TformerError) -> str:
+    """Return the sentence of an error, with flags in the place of the names of options."""
+    if isinstance(error, OptionError) and error.option is not None and str(error).startswith(error.option):
+        return f"--{error.option.replace('_', '-')}{str(error).removeprefix(error.option)}"
+    return str(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Keys of clients: `Authorization: Bearer KEY`, as OpenAI's clients send it."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tformer_runtime.base.errors import OptionError
+from tformer_serve.errors import ApiError
+
+_OPEN_PATHS = ("/health/live", "/health/ready", "/")  # of an orchestrator and of a browser, which have no key yet
+_OPEN_FOLDER = "/page/"  # the files of the page, which has a field for the key
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line. Raise OptionError for a file without keys, or with a line that is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise OptionError(f"the file of API keys, {path}, cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"the file of API keys, {path}, is not UTF-8") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    for number, key in enumerate(keys, 1):
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise OptionError(
+                f"key {number} of {path} is none: a key has letters, digits and signs of ASCII, without spaces"
+            )
+    if not keys:
+        raise OptionError(f"the file of API keys, {path}, has none: write one a line")
+    return keys
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+
+
+class ApiKeys:
+    """Refuses requests without a key. Health checks and the files of the page need none."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and not _is_open(scope["path"]):
+            self._check(Headers(scope=scope).get("Authorization", ""))
+        await self._app(scope, receive, send)
+
+    def _check(self, header: str) -> None:
+        """Raise ApiError unless a header shows a key. The time does not tell which key it is close to."""
+        scheme, _, shown = header.partition(" ")
+        equal = [hmac.compare_digest(shown.strip().encode(), key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(equal):
+            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

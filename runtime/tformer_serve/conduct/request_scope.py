@@ -1,0 +1,120 @@
+"""The outermost layer: the id of a request, its deadline, its line in the log, its metrics, and its errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tformer_serve.errors import (
+    CLIENT_GONE_STATUS,
+    ApiError,
+    ClientGoneError,
+    api_error_of,
+    send_error,
+    unforeseen_error,
+)
+from tformer_serve.exchange import Exchange
+from tformer_serve.logs import log
+from tformer_serve.metrics import Metrics
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SEND_SECONDS = 60.0  # in which a client has to read what was sent
+_QUIET = ("/health/live", "/health/ready", "/metrics")  # asked for every few seconds
+_MAX_SECONDS = 1e9  # of the header; more is of no use and may be infinite
+
+
+class RequestScope:
+    """Answers every request: with a response of the routes, or with an error."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, timeout: float | None) -> None:
+        """timeout: seconds of a request at most; None for no limit."""
+        self._app, self._metrics, self._timeout = app, metrics, timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = Exchange(_request_id(headers), scope["method"], scope["path"])
+        exchange.put_into(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = exchange.id
+            try:
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                raise ClientGoneError from None
+
+        try:
+            exchange.deadline_at = self._deadline_at(exchange, headers)
+            await self._app(scope, receive, send_with_id)
+        except ClientGoneError:
+            exchange.status = CLIENT_GONE_STATUS
+        except Exception as error:
+            await self._fail(exchange, error, send_with_id)
+        finally:
+            self._metrics.add_request(exchange, _route(scope))
+            if exchange.path not in _QUIET or exchange.status >= 400:
+                _log_end(exchange)
+
+    def _deadline_at(self, exchange: Exchange, headers: Headers) -> float | None:
+        """Return the time of the deadline: the earlier one of the server's and the client's."""
+        text, seconds = headers.get("X-Request-Timeout"), self._timeout
+        if text is not None:
+            try:
+                asked = float(text)
+            except ValueError:
+                asked = 0.0
+            if not 0 < asked <= _MAX_SECONDS:
+                message = f"X-Request-Timeout must be a number of seconds of more than 0, not {text[:100]!r}"
+                raise ApiError(400, message, "invalid_header", "X-Request-Timeout")
+            seconds = asked if seconds is None else min(asked, seconds)
+        return None if seconds is None else exchange.started_at + seconds
+
+    @staticmethod
+    async def _fail(exchange: Exchange, error: Exception, send: Send) -> None:
+        """Answer an error. A response that has begun ends instead, so that its client sees that it is not whole."""
+        answer = api_error_of(error)
+        if answer is None:
+            log("error", logging.ERROR, error, request_id=exchange.id, path=exchange.path, model=exchange.model)
+            answer = unforeseen_error(exchange.id)
+        if exchange.status:
+            exchange.status = answer.status
+            raise error
+        await send_error(send, answer)
+
+
+def _request_id(headers: Headers) -> str:
+    """Return the id that the client gives, if it can stand in a log; otherwise a new one."""
+    given = headers.get("X-Request-Id", "")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _route(scope: MutableMapping[str, Any]) -> str:
+    """Return the path of the route of a request: /v1/models/{name}, not the name."""
+    return getattr(scope.get("route"), "path", "other")
+
+
+def _log_end(exchange: Exchange) -> None:
+    log(
+        "request",
+        request_id=exchange.id,
+        method=exchange.method,
+        path=exchange.path,
+        status=exchange.status,
+        seconds=round(time.monotonic() - exchange.started_at, 6),
+        model=exchange.model,
+        prompt_tokens=exchange.prompt_tokens or None,
+        completion_tokens=exchange.completion_tokens or None,
+    )

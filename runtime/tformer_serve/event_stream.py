@@ -1,0 +1,137 @@
+"""Answers that end when their client is gone: whole ones, and streams of server-sent events.
+
+A client that leaves cancels the work for its answer, so that the rows of its requests are free at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tformer_serve.errors import ApiError, ClientGoneError, unforeseen_error
+from tformer_serve.exchange import exchange_of
+from tformer_serve.logs import log
+
+MEDIA_TYPE = "text/event-stream"
+END = "[DONE]"
+
+T = TypeVar("T")
+Event = Mapping[str, Any]
+Names = Mapping[str, str]
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work. Cancel it and raise ClientGoneError if the client leaves before its end."""
+    return await _while_connected(request.receive, work)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)  # so that the work has left its blocks
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A stream of events as JSON, in the form of OpenAI's: `data: {…}` and at last `data: [DONE]`.
+
+    An error before the first event is an error of the request, with its status. A later one is the last event.
+    """
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, events: AsyncGenerator[Event], error_of: Callable[[BaseException], ApiError | None]) -> None:
+        """events: closed when the response ends. error_of: from an error to the error of the response."""
+        self._events, self._error_of = events, error_of
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _while_connected(receive, self._send_all(scope, send))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send(send, _data(first))
+            try:
+                async for event in events:
+                    await _send(send, _data(event))
+                await _send(send, f"data: {END}\n\n".encode())
+            except ClientGoneError:
+                raise
+            except Exception as error:
+                await _send(send, _data(self._error_event(scope, error)))
+            await send({"type": "http.response.body", "body": b""})
+
+    def _error_event(self, scope: Scope, error: Exception) -> Event:
+        exchange = exchange_of(scope)
+        answer = self._error_of(error)
+        if answer is None:
+            log("error", logging.ERROR, error, request_id=exchange.id, path=exchange.path, model=exchange.model)
+            answer = unforeseen_error(exchange.id)
+        exchange.status = answer.status  # of the log and the metrics
+        return answer.body()
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _data(event: Event) -> bytes:
+    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
+
+
+async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield the values of several streams as they come, each with the number of its stream.
+
+    The first error of a stream ends all and is raised.
+    """
+    values: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def read(number: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async for value in stream:
+                values.put_nowait((number, value))
+        finally:
+            values.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(read(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        ended = 0
+        while ended < len(tasks):
+            value = await values.get()
+            if value is not None:
+                yield value
+                continue
+            ended += 1
+            for task in tasks:
+                if task.done():
+                    task.result()
+        for task in tasks:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

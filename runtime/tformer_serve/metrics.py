@@ -1,0 +1,119 @@
+"""Metrics in Prometheus' form, of one server.
+
+Routes and models are labels. A route is the path of a route of the application, and "other" for any other path, so that
+no client can make new labels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from tformer_serve.errors import CLIENT_GONE_STATUS
+from tformer_serve.exchange import Exchange
+from tformer_serve.registry import ServedModel
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAUGES = {  # fields of `AsyncModelStats`
+    "running_rows": "Rows that are computed together now, which is the batch size",
+    "waiting_requests": "Requests of a model that wait for their input, for rows or for memory",
+    "max_batch_size": "Rows that can be computed together",
+    "cache_bytes": "Bytes of caches and encoder outputs",
+}
+_OUTCOMES = {
+    401: "unauthorized", 408: "slow_body", 413: "too_large", 429: "queue_full", 503: "unavailable", 504: "deadline",
+    CLIENT_GONE_STATUS: "client_gone",
+}  # fmt: skip
+
+
+class Metrics:
+    """Counters and histograms, and gauges that are read when they are asked for."""
+
+    def __init__(self, models: Mapping[str, ServedModel], open_requests: Callable[[], int]) -> None:
+        """open_requests: returns the number of requests that are open."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, with the time of its first count
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tformer_requests", "Requests by route and outcome", ["route", "outcome"], registry=self._registry
+        )
+        self._seconds = self._histogram("tformer_request_seconds", "Time of a whole request", ["route"])
+        self._first_token = self._histogram(
+            "tformer_time_to_first_token_seconds", "Time from the arrival of a request to its first token", ["model"]
+        )
+        self._per_token = self._histogram(
+            "tformer_time_per_token_seconds", "Time for each further token of a request", ["model"]
+        )
+        self._prompt_tokens = Counter(
+            "tformer_prompt_tokens", "Tokens of prompts and sources", ["model"], registry=self._registry
+        )
+        self._generated_tokens = Counter(
+            "tformer_generated_tokens", "Tokens of answers", ["model"], registry=self._registry
+        )
+        self._registry.register(_Gauges(models, open_requests))
+        ProcessCollector(registry=self._registry)
+
+    def _histogram(self, name: str, help: str, labels: list[str]) -> Histogram:
+        return Histogram(name, help, labels, buckets=_SECONDS, registry=self._registry)
+
+    def add_request(self, exchange: Exchange, route: str) -> None:
+        """Count a request that has ended. route: the path of its route."""
+        self._requests.labels(route, _outcome(exchange.status)).inc()
+        self._seconds.labels(route).observe(time.monotonic() - exchange.started_at)
+
+    def add_prompt(self, exchange: Exchange, model: str, tokens: int) -> None:
+        """Count a prompt that was read."""
+        exchange.prompt_tokens += tokens
+        self._prompt_tokens.labels(model).inc(tokens)
+
+    def add_tokens(self, exchange: Exchange, model: str, tokens: int) -> None:
+        """Count generated tokens."""
+        if tokens and exchange.first_token_at is None:
+            exchange.first_token_at = time.monotonic()
+            self._first_token.labels(model).observe(exchange.first_token_at - exchange.started_at)
+        exchange.completion_tokens += tokens
+        self._generated_tokens.labels(model).inc(tokens)
+
+    def add_rate(self, model: str, seconds_per_token: float) -> None:
+        """Count the time for each further token of a request."""
+        self._per_token.labels(model).observe(seconds_per_token)
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' form."""
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Numbers of now."""
+
+    def __init__(self, models: Mapping[str, ServedModel], open_requests: Callable[[], int]) -> None:
+        self._models, self._open_requests = models, open_requests
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        requests = GaugeMetricFamily("tformer_open_requests", "Requests that run or wait")
+        requests.add_metric([], self._open_requests())
+        gauges = {
+            field: GaugeMetricFamily(f"tformer_{field}", text, labels=["model"]) for field, text in _GAUGES.items()
+        }
+        for name, served in self._models.items():
+            stats = served.aio.stats()
+            for field, gauge in gauges.items():
+                gauge.add_metric([name], getattr(stats, field))
+        return requests, *gauges.values()
+
+
+def _outcome(status: int) -> str:
+    """Return the outcome of a request in a word."""
+    if status in _OUTCOMES:
+        return _OUTCOMES[status]
+    return "ok" if 0 < status < 400 else "invalid" if 400 <= status < 500 else "failed"
