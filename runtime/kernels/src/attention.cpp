@@ -58,15 +58,21 @@ size_t past_of(const AttentionCall& call, size_t b) {
   return call.slots == 0 || call.length >= call.total ? 0 : total_of(call, b) - call.length;
 }
 
+// Copies the earlier positions of a sequence and a head into a cache that is not extended in place, and zeros behind them.
+void begin_cache(const AttentionCall& call, size_t pair, size_t past, const float* from, float* into) {
+  if (from == into) return;
+  const size_t numbers = past * call.size;
+  into += pair * call.slots * call.size;
+  if (numbers > 0) std::memcpy(into, from + pair * call.past_slots * call.size, numbers * sizeof(float));
+  std::fill(into + numbers, into + call.slots * call.size, 0.0f);
+}
+
 // Writes the new keys and values of a sequence and a group of heads into the caches.
 void extend(const AttentionCall& call, size_t b, size_t g) {
   const size_t past = past_of(call, b), bytes = call.size * sizeof(float), cache = (b * call.groups + g) * call.slots * call.size;
   float *keys = call.key_cache + cache, *values = call.value_cache + cache;
-  if (call.past_keys != call.key_cache && past > 0) {
-    const size_t old = (b * call.groups + g) * call.past_slots * call.size;
-    std::memcpy(keys, call.past_keys + old, past * bytes);
-    std::memcpy(values, call.past_values + old, past * bytes);
-  }
+  begin_cache(call, b * call.groups + g, past, call.past_keys, call.key_cache);
+  begin_cache(call, b * call.groups + g, past, call.past_values, call.value_cache);
   for (size_t i = 0; i < call.length; i++) {
     const float* key = call.keys.of(b, g) + i * call.keys.position_stride;
     float* into = keys + (past + i) * call.size;
@@ -143,6 +149,8 @@ const char* attention_refusal(const AttentionCall& call) {
   if (call.size == 0) return "tformer-kernels: a head must have numbers";
   if (call.rotated % 2 != 0 || call.rotated > call.size)
     return "tformer-kernels: the angles must be at most half as many as a head's numbers";
+  if (call.slots > 0 && (call.past_keys == call.value_cache || call.past_values == call.key_cache))
+    return "tformer-kernels: keys and values must have caches of their own";
   if (call.slots > 0 && call.slots < std::max(call.total, call.length))
     return "tformer-kernels: the cache must have a slot for each position";
   if (call.slots == 0 && (call.cosines != nullptr || (call.causal && call.total != call.length)))
@@ -163,25 +171,26 @@ const char* attention_refusal(const AttentionCall& call) {
 }
 
 void attend(const AttentionCall& call, ParallelFor parallel_for, void* context) {
-  if (call.batch == 0 || call.length == 0) return;
+  if (call.batch == 0 || (call.length == 0 && call.slots == 0)) return;
   Job job{&call, call.heads / call.groups, call.length * (call.heads / call.groups), 1, 1};
   const size_t pairs = call.batch * call.groups;
   size_t positions = 0;
   for (size_t b = 0; b < call.batch; b++) positions += total_of(call, b);
-  const size_t average = positions / call.batch;
-  const size_t rows = std::clamp(MAX_SCORES / std::max<size_t>(average, 1), MIN_ROWS, MAX_ROWS);
+  const size_t rows = std::clamp(MAX_SCORES / call.total, MIN_ROWS, MAX_ROWS);
   job.parts = (job.rows + rows - 1) / rows;
   job.tasks = pairs * job.parts;
-  const size_t products = 2 * job.rows * call.groups * positions * call.size / (call.causal && call.length >= average ? 2 : 1);
-  const size_t batches = std::clamp<size_t>(products / TASK_PRODUCTS, 1, std::min(job.tasks, MAX_TASKS));
+  const size_t products = 2 * job.rows * call.groups * positions * call.size / (call.causal && call.length >= call.total ? 2 : 1);
+  const size_t batches = std::clamp<size_t>(products / TASK_PRODUCTS, 1, std::clamp<size_t>(job.tasks, 1, MAX_TASKS));
   job.tasks_of_a_batch = (job.tasks + batches - 1) / batches;
   if (call.slots > 0) {
-    const size_t copied = call.past_keys != call.key_cache ? positions : call.batch * call.length;
+    const bool in_place = call.past_keys == call.key_cache && call.past_values == call.value_cache;
+    const size_t copied = call.batch * (in_place ? call.length : call.slots);
     if (copied * call.groups * call.size > COPY_NUMBERS && pairs > 1)
       parallel_for(context, extend_task, pairs, &job);
     else
       for (size_t i = 0; i < pairs; i++) extend_task(&job, i);
   }
+  if (call.length == 0) return;
   const size_t count = (job.tasks + job.tasks_of_a_batch - 1) / job.tasks_of_a_batch;
   if (count == 1)
     attend_task(&job, 0);

@@ -72,7 +72,7 @@ const char* attention_refusal(const AttentionCall& call);
 
 // Throws std::bad_alloc. A row's result depends on its own sequence alone, not on the batch, the number of positions of
 // a call, or the division of the work. The time grows with the positions that rows attend to; a thread holds the scores
-// of at most ROWS_OF_A_TASK rows.
+// of at most 48 rows.
 void attend(const AttentionCall& call, ParallelFor parallel_for, void* context);
 
 }  // namespace tformer

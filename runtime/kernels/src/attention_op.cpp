@@ -66,7 +66,8 @@ float* write_output(const ort::Api* api, ort::KernelContext* context, size_t ind
   if (value == nullptr) return nullptr;
   void* data = nullptr;
   check(ort::GetTensorMutableData::call(api, value, &data));
-  return static_cast<float*>(data);
+  static float nothing = 0;  // for tensors without numbers, as above
+  return data == nullptr ? &nothing : static_cast<float*>(data);
 }
 
 template <bool CONTEXT>
@@ -113,7 +114,7 @@ void add_bias(const ort::Api* api, AttentionCall& call, const Input& bias) {
   if (!bias.data) return;
   require(api,
           bias.rank == 4 && (bias.size(0) == 1 || bias.size(0) == call.batch) &&
-              (bias.size(1) == 1 || bias.size(1) == call.heads) && bias.size(2) == call.length && bias.size(3) >= call.total,
+              (bias.size(1) == 1 || bias.size(1) == call.heads) && bias.size(2) == call.length && bias.size(3) == call.total,
           "tformer-kernels: the bias must have a number for each query and position");
   call.bias = bias.floats();
   call.bias_row_stride = bias.size(3);
@@ -134,7 +135,7 @@ Heads heads_of(const ort::Api* api, const AttentionCall& call, const Input& inpu
 }
 
 void finish_call(const ort::Api* api, ort::KernelContext* context, AttentionCall& call) {
-  const char* refusal = attention_refusal(call);
+  const char* refusal = call.total > 0 ? attention_refusal(call) : nullptr;
   require(api, refusal == nullptr, refusal);
   const int64_t batch = static_cast<int64_t>(call.batch), size = static_cast<int64_t>(call.size);
   const int64_t sizes[] = {batch, static_cast<int64_t>(call.length), static_cast<int64_t>(call.heads) * size};
@@ -144,6 +145,10 @@ void finish_call(const ort::Api* api, ort::KernelContext* context, AttentionCall
     call.key_cache = write_output(api, context, 1, cache, 4);
     call.value_cache = write_output(api, context, 2, cache, 4);
     require(api, call.key_cache && call.value_cache, "tformer-kernels: attention with a cache has three results");
+  }
+  if (call.total == 0) {  // there are no keys
+    std::fill(call.out, call.out + call.batch * call.length * call.heads * call.size, 0.0f);
+    return;
   }
   Parallel parallel{api, context};
   attend(call, parallel_for, &parallel);
@@ -165,12 +170,15 @@ void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
     call.keys = heads_of(api, call, in[KEY], call.length);
     call.values = heads_of(api, call, in[VALUE], call.length);
   }
-  require(api, in[LAST].data && in[LAST].rank == 1 && in[LAST].size(0) == call.batch && in[TOTAL].data,
+  size_t lasts = in[LAST].data ? 1 : 0;
+  for (size_t axis = 0; axis < in[LAST].rank; axis++) lasts *= in[LAST].size(axis);
+  require(api, in[LAST].data && lasts == call.batch && in[TOTAL].data,
           "tformer-kernels: attention needs a last position for each sequence");
   call.last = static_cast<const int32_t*>(in[LAST].data);
   for (size_t axis = 0; axis < in[TOTAL].rank; axis++)
     require(api, in[TOTAL].size(axis) == 1, "tformer-kernels: the number of positions must be one number");
   call.total = static_cast<size_t>(std::max(0, *static_cast<const int32_t*>(in[TOTAL].data)));
+  require(api, call.total > 0, "tformer-kernels: a sequence must have 1 to `total` positions");
   if (in[COSINES].data) {
     require(api, in[SINES].data && in[COSINES].rank == 2 && in[SINES].rank == 2 && in[COSINES].size(0) == in[SINES].size(0) &&
                      in[COSINES].size(1) == in[SINES].size(1),
@@ -190,6 +198,10 @@ void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
     call.past_values = heads_of(api, call, in[PAST_VALUE], call.past_slots).data;
     call.slots = std::max({call.past_slots, call.total, call.length});
   }
+  require(api, call.total >= call.length && (call.total == call.length || call.slots > 0),
+          "tformer-kernels: the new positions must be among all positions, and earlier ones in a cache");
+  require(api, call.slots == 0 || call.total <= call.past_slots || call.total == call.past_slots + call.length,
+          "tformer-kernels: the given cache must have all earlier positions");
   add_bias(api, call, in[BIAS]);
   finish_call(api, context, call);
 }

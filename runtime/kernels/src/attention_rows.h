@@ -1,6 +1,7 @@
 // Attention of some rows, with the vectors of a path. All paths give the same bits: a score is one chain of fused
 // multiply-additions over the numbers of a head, a result is one chain over the positions, and the sum of a row's weights
-// has SCORE_LANES parts in any path. Positions that a row does not attend to have weight zero, which changes no sum.
+// has SCORE_LANES parts in any path. Positions that a row does not attend to have weight zero, which changes no sum of finite
+// values.
 //
 // Vector has the type Type of WIDTH numbers and the functions below.
 #pragma once

@@ -18,6 +18,7 @@ from tformer_runtime.format.weight_files import WeightFiles
 ATTENTION, CONTEXT_ATTENTION = "GroupQueryAttention", "MultiHeadAttention"
 NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION = "Attention", "ContextAttention"
 PAST, COSINES, SINES, POSITION_IDS, SINK, INPUTS = 3, 7, 8, 9, 11, 12  # inputs of GroupQueryAttention, and their number
+OUTPUTS = 3
 CONTEXT_BIAS, CONTEXT_INPUTS = 5, 6  # of MultiHeadAttention
 # Attributes that the kernels know, with the values of a node that lacks them; None for those that a node must have
 _DEFAULTS: dict[str, Attribute | None] = {
@@ -31,15 +32,18 @@ _DEFAULTS: dict[str, Attribute | None] = {
 _CONTEXT_DEFAULTS: dict[str, Attribute | None] = {"num_heads": None, "scale": None}
 
 
-def find_attention(graph: Graph, node: Node, files: WeightFiles, domain: str, path: int) -> Node | None:
+def find_attention(
+    graph: Graph, node: Node, files: WeightFiles, model_inputs: set[str], domain: str, path: int
+) -> Node | None:
     """Return the native operator of an attention; None for nodes that the kernels do not compute.
 
-    domain: of the new node. path: the place of the kernels' path in the library.
+    model_inputs: names of weights that a caller may replace. domain: of the new node. path: the place of the kernels'
+        path in the library.
     """
     if node.domain != CONTRIB:
         return None
     if node.op_type == ATTENTION:
-        return _over_a_cache(graph, node, files, domain, path)
+        return _over_a_cache(graph, node, files, model_inputs, domain, path)
     return _over_a_context(node, domain, path) if node.op_type == CONTEXT_ATTENTION else None
 
 
@@ -55,19 +59,26 @@ def _over_a_context(node: Node, domain: str, path: int) -> Node | None:
     return new_node(NATIVE_CONTEXT_ATTENTION, domain, [query, key, value, bias], node.outputs, attributes)
 
 
-def _over_a_cache(graph: Graph, node: Node, files: WeightFiles, domain: str, path: int) -> Node | None:
+def _over_a_cache(
+    graph: Graph, node: Node, files: WeightFiles, model_inputs: set[str], domain: str, path: int
+) -> Node | None:
     settings = _settings(node, _DEFAULTS)
     inputs = [*node.inputs, *[""] * (INPUTS - len(node.inputs))]
     if settings is None or len(inputs) > INPUTS or inputs[POSITION_IDS]:
         return None
     if not settings["do_rotary"]:
         inputs[COSINES] = inputs[SINES] = ""
+    elif not (inputs[COSINES] and inputs[SINES]):
+        return None
     outputs = node.outputs
-    if not inputs[PAST]:
+    if inputs[PAST]:
+        if len(outputs) != OUTPUTS or not all(outputs):
+            return None
+    else:
         if inputs[COSINES] or not graph.names_read().isdisjoint(outputs[1:]):
             return None
         outputs = outputs[:1]
-    if inputs[SINK] and _is_nothing(graph, inputs[SINK], files):
+    if inputs[SINK] and inputs[SINK] not in model_inputs and _is_nothing(graph, inputs[SINK], files):
         inputs[SINK] = ""
     del inputs[POSITION_IDS]
     attributes = {
@@ -88,6 +99,9 @@ def merge_branches(graph: Graph, domain: str) -> None:
         inner = [branch.nodes[0] for branch in branches if len(branch.nodes) == 1]
         if node.op_type != "If" or len(inner) != 2 or any(n.domain != domain for n in inner):
             continue
+        own_weights = any(name in branch.initializers for branch in branches for name in inner[0].inputs)
+        if own_weights or len(inner[0].outputs) != len(node.outputs):
+            continue
         same = inner[0].inputs == inner[1].inputs and inner[0].attributes() == inner[1].attributes()
         if same and all(branch.outputs == n.outputs for branch, n in zip(branches, inner, strict=True)):
             rename_values(inner[0], dict(zip(inner[0].outputs, node.outputs, strict=True)))
@@ -97,9 +111,10 @@ def merge_branches(graph: Graph, domain: str) -> None:
 
 def _settings(node: Node, defaults: Mapping[str, Attribute | None]) -> dict[str, int | float] | None:
     """Return the attributes of an attention with their defaults; None if the kernels do not know them."""
-    if not set(node.attribute_names()) <= set(defaults):
+    given, names = node.attributes(), node.attribute_names()
+    if not set(names) <= set(defaults) or len(names) != len(given):  # unknown, twice, or without a number
         return None
-    settings = {**defaults, **node.attributes()}
+    settings = {**defaults, **given}
     numbers = {name: value for name, value in settings.items() if isinstance(value, int | float)}
     return numbers if len(numbers) == len(defaults) and numbers["scale"] > 0 else None
 

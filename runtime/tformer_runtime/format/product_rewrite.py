@@ -134,7 +134,7 @@ class _Replacement:
             return 0
         count = 0
         for i, node in enumerate(graph.nodes):
-            new = find_attention(graph, node, self.files, DOMAIN, self.attention_path)
+            new = find_attention(graph, node, self.files, self.inputs, DOMAIN, self.attention_path)
             if new is not None:
                 graph.nodes[i], count = new, count + 1
         graph.index()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from hypothesis import given
@@ -173,6 +175,42 @@ def test_rows_of_a_batch_with_several_new_positions_after_cached_ones():
             np.testing.assert_allclose(actual, peer, rtol=0, atol=tolerance(case, feeds))
 
 
+@pytest.mark.parametrize("bound", ["cache_k", "cache_v"])
+def test_one_of_both_caches_is_extended_in_place(bound):
+    case = Attention(heads=2, groups=1, past=(5, 2))
+    feeds = case.feeds(slots=4)
+    expected = open_attention(case.model(), None).run(None, feeds)
+    session = open_attention(case.model(), PATHS[0])
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array.copy()) for name, array in feeds.items()}
+    binding = session.io_binding()
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    for name in ("y", "cache_k", "cache_v"):
+        if name == bound:
+            binding.bind_ortvalue_output(name, values[name.replace("cache", "past")])
+        else:
+            binding.bind_output(name, "cpu")
+    session.run_with_iobinding(binding)
+    outputs = [value.numpy() for value in binding.get_outputs()]
+    for actual, peer in zip(valid(case, outputs), valid(case, expected), strict=True):
+        np.testing.assert_allclose(actual, peer, rtol=0, atol=tolerance(case, feeds))
+    other = outputs[2 if bound == "cache_k" else 1]
+    for row, total in zip(other, case.totals, strict=True):
+        assert not row[:, total:].any()  # nothing of an earlier call is left in a new cache
+
+
+def test_last_positions_may_have_any_shape_and_a_context_no_keys():
+    case = Attention(past=(5, 2))
+    feeds = case.feeds()
+    model = onnx.ModelProto.FromString(case.model())
+    next(port for port in model.graph.input if port.name == "last").type.tensor_type.shape.dim.add()
+    y = open_attention(model.SerializeToString(), PATHS[0]).run(None, feeds | {"last": feeds["last"][:, None]})[0]
+    np.testing.assert_array_equal(y, results(case, PATHS[0])[0])
+    nothing = Attention(context=3, past=None, new=2)
+    feeds = {name: array[:, :0] if name in "kv" else array for name, array in nothing.feeds().items()}
+    assert not open_attention(nothing.model(), PATHS[0]).run(None, feeds)[0].any()
+
+
 def test_scores_of_minus_infinity_have_no_weight_and_nan_stays():
     case = Attention(heads=1, groups=1, new=3, past=None, rows=2, causal=False, has_bias=True)
     feeds = case.feeds()
@@ -219,6 +257,37 @@ def test_other_attentions_stay(case, count):
     else:
         (node,) = parse_model(rewritten.model).graph.nodes
         assert node.op_type == (NATIVE_CONTEXT_ATTENTION if case.context else NATIVE_ATTENTION)
+
+
+def changed(case: Attention, change: Callable[[onnx.NodeProto], object]) -> bytes:
+    model = onnx.ModelProto.FromString(case.model())
+    change(model.graph.node[0])
+    return model.SerializeToString()
+
+
+def without_number(node: onnx.NodeProto) -> None:
+    next(attribute for attribute in node.attribute if attribute.name == "causal").ClearField("i")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_number,  # onnxruntime reads 0
+        lambda node: node.output.pop(),
+        lambda node: node.output.__setitem__(1, ""),
+        lambda node: node.attribute.append(helper.make_attribute("do_rotary", 1)),  # without tables
+        lambda node: node.attribute.append(helper.make_attribute("scale", 2.0)),  # twice
+    ],
+)
+def test_nodes_that_the_kernels_cannot_run_stay(change):
+    assert rewrite(changed(Attention(), change)).attentions == 0
+
+
+def test_sink_that_a_caller_may_give_stays():
+    model = onnx.ModelProto.FromString(Attention(has_sink=True).model())
+    model.graph.initializer.append(numpy_helper.from_array(np.full(2, SINK_OF_NOTHING, np.float32), "sink"))
+    (node,) = parse_model(rewrite(model.SerializeToString()).model).graph.nodes
+    assert "sink" in node.inputs
 
 
 def branched(sink: float, same: bool = True) -> bytes:
@@ -273,6 +342,27 @@ def test_branches_that_differ_in_an_empty_sink_alone_become_one(sink, same, merg
         expected = open_attention(model, None).run(None, given)
         for actual, peer in zip(open_attention(model, PATHS[0]).run(None, given), expected, strict=True):
             np.testing.assert_allclose(actual, peer, rtol=0, atol=tolerance(Attention(), feeds))
+
+
+def test_branches_with_weights_of_their_own_stay():
+    """A weight of a branch shadows that of the graph."""
+    model = onnx.ModelProto.FromString(branched(SINK_OF_NOTHING))
+    for number, attribute in enumerate(model.graph.node[0].attribute):
+        own = np.full((1, 1, 1, 7), number, np.float32)
+        own[..., 0] = -number
+        attribute.g.initializer.append(numpy_helper.from_array(own, "bias"))
+        (node,) = attribute.g.node
+        node.input.extend([""] * (12 - len(node.input)))
+        node.input[10] = "bias"
+    content = model.SerializeToString()
+    rewritten = rewrite(content)
+    assert rewritten.attentions == 2
+    assert [node.op_type for node in parse_model(rewritten.model).graph.nodes] == ["If"]
+    feeds = Attention(past=(6,)).feeds()
+    for flag in (True, False):
+        given = feeds | {"flag": np.array(flag)}
+        expected, actual = (open_attention(content, path).run(None, given)[0] for path in (None, PATHS[0]))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance(Attention(), feeds))
 
 
 def test_variable_chooses_attention():
@@ -351,6 +441,21 @@ def test_positions_that_do_not_exist_are_refused(last, total, words):
     feeds |= {"last": np.array(last, np.int32), "total": np.array(total, np.int32)}
     with pytest.raises(Exception, match=f"tformer-kernels: .*{words}"):
         session.run(None, feeds)
+
+
+@pytest.mark.parametrize(
+    ("case", "total", "words"),
+    [
+        (Attention(new=4, past=None, causal=False), 10_000_000, "earlier ones in a cache"),
+        (Attention(new=4, past=None, causal=False), 41, "earlier ones in a cache"),
+        (Attention(new=30, past=(0,), lengths=(30,)), 1, "among all positions"),
+        (Attention(past=(3,)), 1_000_000, "earlier positions"),
+    ],
+)
+def test_total_beyond_the_given_keys_is_refused(case, total, words):
+    feeds = case.feeds() | {"total": np.array(total, np.int32), "last": np.array([min(total, 4) - 1], np.int32)}
+    with pytest.raises(Exception, match=f"tformer-kernels: .*{words}"):
+        open_attention(case.model(), PATHS[0]).run(None, feeds)
 
 
 def test_positions_without_angles_are_refused():
