@@ -1,4 +1,4 @@
-"""Patches of torch.onnx for the whole process, so that it does once what it does again for each program or operation.
+"""Patches of torch.onnx for the whole process: it does once what it does again for each program or operation.
 
 The caller holds TORCH_PATCH_LOCK.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 
@@ -65,3 +66,27 @@ def traced_results_reused() -> Iterator[None]:
         yield
     finally:
         pass_class.run_node = original
+
+
+def lacks_a_form(program: torch.export.ExportedProgram, opset: int) -> bool:
+    """Return whether torch.onnx has no form of an operation of the program, so that it has to decompose it.
+
+    An operation that may become another one by casts of its operands is not counted.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+    from torch.onnx._internal.fx.passes import type_promotion
+
+    table: Any = ONNXRegistry.from_torchlib(opset_version=opset)
+    targets = [(node, node.target) for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    missing = [
+        node
+        for node, target in targets
+        if target.namespace == "aten" and not str(target).startswith(_REMOVED) and not table.get_decomps(target)
+    ]
+    if not missing:
+        return False
+    rules = type_promotion.TypePromotionTable()
+    return any(len(n.args) < 2 or type_promotion.get_type_promotion_rule(n, rules) is None for n in missing)
+
+
+_REMOVED = "aten._assert", "aten.sym_constrain_range"  # torch.onnx drops them

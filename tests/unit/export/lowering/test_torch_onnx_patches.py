@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from tformer_export.lowering.torch_onnx_patches import operator_table_kept, traced_results_reused
+from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
 
 
 class ManyTypes(nn.Module):
@@ -65,3 +67,23 @@ def test_table_is_read_once_and_each_program_has_its_own(monkeypatch):
     assert not read
     ONNXRegistry.from_torchlib(opset_version=24)
     assert len(read) == 1
+
+
+class Selects(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.where(x > 0)
+
+
+class Counts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] > 1)
+        return x.cumsum(0)
+
+
+@pytest.mark.parametrize(("module", "fails"), [(Selects(), True), (Counts(), False)])
+def test_program_that_torch_onnx_fails_on_is_known_before(module, fails):
+    program = torch.export.export(module, (torch.randn(2, 5),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert lacks_a_form(program, 24) == fails
+    program.run_decompositions = lambda *_: program
+    with pytest.raises(torch.onnx.OnnxExporterError) if fails else nullcontext():
+        torch.onnx.export(program, dynamo=True, opset_version=24)
