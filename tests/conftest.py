@@ -4,11 +4,8 @@ each other.
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,9 +26,28 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from garbage collection: a collection would visit a million objects that stay alive."""
+    _freeze_objects()
+
+
+def pytest_runtest_setup() -> None:
+    """Exclude what the tests so far have imported and cached as well, once it has cost a collection of all objects."""
+    if _num_full_collections() > _collections_at_freeze:
+        _freeze_objects()
+
+
+_collections_at_freeze = 0
+
+
+def _freeze_objects() -> None:
+    """Exclude all objects from garbage collection: a collection would visit a million objects that stay alive."""
+    global _collections_at_freeze
     gc.collect()
     gc.freeze()
+    _collections_at_freeze = _num_full_collections()
+
+
+def _num_full_collections() -> int:
+    return gc.get_stats()[-1]["collections"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,21 +59,3 @@ def _disable_torch_trace_log() -> None:
 
     trace_log.handlers.clear()
     trace_log.propagate = True
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cache_torchlib_registry() -> Iterator[None]:
-    """Cache the operator table of torch.onnx, which takes half a second to read and is read for each stage."""
-    from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    read_registry = functools.cache(ONNXRegistry.from_torchlib)
-
-    def from_torchlib(opset_version: int = TORCHLIB_OPSET) -> ONNXRegistry:
-        registry = copy.copy(read_registry(opset_version))
-        registry.functions = {name: [*overloads] for name, overloads in registry.functions.items()}
-        return registry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
-        yield

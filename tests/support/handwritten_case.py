@@ -32,6 +32,7 @@ class Case:
     last_position_only: whether forward returns the logits of the last position only.
     refusal: a part of the expected error message, for a model that cannot be traced or decoded step by step.
     known_failure: the reason why a model that ought to export does not.
+    thorough: whether the suite leaves it out, because it has others of its kind.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     last_position_only: bool = False
     refusal: str | None = None
     known_failure: str | None = None
+    thorough: bool = False
 
     @functools.cached_property
     def module(self) -> nn.Module:

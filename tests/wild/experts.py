@@ -162,12 +162,13 @@ CASES = [
     Case("experts-unique", UniqueExperts, exports_file=True),
     Case("experts-counted", CountedExperts),
     Case("experts-skipped", SkippedExperts, exports_file=True),
-    Case("experts-skipped-by-count", SkippedByCount),
+    Case("experts-skipped-by-count", SkippedByCount, thorough=True),  # experts-skipped by another count of the rows
     Case("experts-idle", IdleExperts, exports_file=True),
     Case("experts-idle-by-mask", IdleExpertsByMask),
     Case("experts-masked", MaskedExperts, exports_file=True),
     Case("experts-of-ids", ExpertsOfIds),
     Case("experts-mixed-rows", MixedSelectedRows, refusal="makes a tensor whose size depends on the data"),
-    Case("experts-index-lists", IndexLists, refusal="lets the values of its data decide"),
+    # Twenty seconds for a sentence that experts-other-course gets too.
+    Case("experts-index-lists", IndexLists, refusal="lets the values of its data decide", thorough=True),
     Case("experts-other-course", OtherCourseOfFewRows, refusal="lets the values of its data decide"),
 ]

@@ -15,12 +15,16 @@ from tformer_runtime import UnsupportedModelError
 
 def exported(*styles: ModuleType) -> list[Any]:
     """Return the cases of these modules that export, as parameters."""
-    return [pytest.param(case, id=case.name) for style in styles for case in style.CASES if not case.refusal]
+    return [_parameter(case) for style in styles for case in style.CASES if not case.refusal]
 
 
 def refused(*styles: ModuleType) -> list[Any]:
     """Return the cases of these modules that are refused, as parameters."""
-    return [pytest.param(case, id=case.name) for style in styles for case in style.CASES if case.refusal]
+    return [_parameter(case) for style in styles for case in style.CASES if case.refusal]
+
+
+def _parameter(case: Case) -> Any:
+    return pytest.param(case, id=case.name, marks=[pytest.mark.thorough] * case.thorough)
 
 
 def check_refusal(case: Case, folder: Path) -> None:

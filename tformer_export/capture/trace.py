@@ -41,6 +41,7 @@ from tformer_export.capture.trace_errors import (
 )
 from tformer_export.capture.trace_patches import (
     causal_mask_hints_kept,
+    composites_registered_fast,
     copies_of_functions_run,
     data_detached,
     functions_of_sizes,
@@ -424,7 +425,8 @@ def _trace(
         if program is None or loops.wrong:
             program = export()
         _drop_metadata_checks(program)
-        traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
+        with composites_registered_fast():
+            traced: torch.export.ExportedProgram = program.run_decompositions(DECOMPOSITIONS)
         return traced
 
 

@@ -5,16 +5,19 @@ The caller holds TORCH_PATCH_LOCK.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.fx import proxy as tracing
+from torch.fx.experimental import proxy_tensor
 from torch.fx.proxy import TracerBase
 
 from tformer_export.common.source_lines import is_users_file
@@ -203,17 +206,92 @@ def lines_of_helpers_recorded() -> Iterator[None]:
     torch keeps the frames of functions with the name `forward` alone, so a refusal would name the line of forward that
     calls a helper.
     """
-    original = TracerBase._filter_traceback_frames
-
-    def filter_frames(tracer: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-        names = [frame.name for frame in frames]
-        first = names.index("forward") if "forward" in names else len(names)
-        return traceback.StackSummary.from_list(
-            [frame for frame in frames[first:] if frame.name == "forward" or is_users_file(frame.filename)]
-        )
-
-    TracerBase._filter_traceback_frames = filter_frames  # type: ignore[method-assign,assignment]
+    original, captured = TracerBase._filter_traceback_frames, vars(tracing)["CapturedTraceback"]
+    TracerBase._filter_traceback_frames = lambda _, frames: frames  # type: ignore[method-assign,assignment]
+    tracing.CapturedTraceback = _FramesOfForward  # type: ignore[attr-defined,assignment]
     try:
         yield
     finally:
         TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+        tracing.CapturedTraceback = captured  # type: ignore[attr-defined]
+
+
+class _FramesOfForward:
+    """The frames of forward, and those of the user's functions that it calls.
+
+    torch would look up the line of code of each of a hundred frames, for each operation, and then drop most of them.
+    """
+
+    def __init__(self, frames: list[FrameType]) -> None:
+        self._frames = frames
+
+    @staticmethod
+    def extract() -> _FramesOfForward:
+        frames: list[FrameType] = []
+        num_inside = 0  # the outermost forward, and all that it calls
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            is_forward = frame.f_code.co_name == "forward"
+            if is_forward or _is_users_file(frame.f_code.co_filename):
+                frames.append(frame)
+            if is_forward:
+                num_inside = len(frames)
+            frame = frame.f_back
+        return _FramesOfForward(frames[:num_inside])
+
+    def summary(self) -> traceback.StackSummary:
+        """Return the frames, the outermost first."""
+        return traceback.StackSummary.from_list(
+            [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name, None) for f in reversed(self._frames)]
+        )
+
+
+_is_users_file = functools.lru_cache(is_users_file)
+
+
+@contextmanager
+def results_not_described() -> Iterator[None]:
+    """Patch a trace that computes with numbers: its nodes do not describe their results.
+
+    For each description of a tensor with numbers torch makes a mode, which keeps the stack, and an empty tensor.
+    """
+    original = proxy_tensor.set_meta
+    proxy_tensor.set_meta = lambda proxy, val: proxy
+    try:
+        yield
+    finally:
+        proxy_tensor.set_meta = original
+
+
+@contextmanager
+def composites_registered_fast() -> Iterator[None]:
+    """Patch what `run_decompositions` does for torch's composite operators, which is the same for all programs.
+
+    It lists them once for each library of operators, and registers twenty kernels for each of them. Each registration
+    makes annotations of types anew.
+    """
+    utils, original = torch._export.utils, torch._ops.OperatorBase.py_impl
+    materialize = utils._materialize_cpp_cia_ops
+
+    def py_impl(operator: Any, key: Any) -> Any:
+        if (
+            not isinstance(key, torch._C.DispatchKey)
+            or key is torch._C.DispatchKey.Python
+            or key in operator.py_kernels
+        ):
+            return original(operator, key)
+
+        def register(kernel: Any) -> Any:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+            return kernel
+
+        return register
+
+    utils._materialize_cpp_cia_ops = functools.cache(materialize)
+    torch._ops.OperatorBase.py_impl = py_impl  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        utils._materialize_cpp_cia_ops = materialize
+        torch._ops.OperatorBase.py_impl = original  # type: ignore[method-assign]

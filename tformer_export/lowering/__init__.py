@@ -1,7 +1,8 @@
 """From staged programs to one ONNX file.
 
-to_onnx      a program → an ONNX model
-target       operators of cpu, cuda and portable
-join_stages  two models → one with both stages
-manifest     the description for the runtime
+to_onnx             a program → an ONNX model
+torch_onnx_patches  torch.onnx does once what it does again for each program or operation
+target              operators of cpu, cuda and portable
+join_stages         two models → one with both stages
+manifest            the description for the runtime
 """

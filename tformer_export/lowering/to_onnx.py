@@ -20,6 +20,7 @@ from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
+from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -78,7 +79,8 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
     """Return the program as torch.onnx writes it.
 
     torch.onnx decomposes the program into operations that it knows, and traces all of it twice for that: a quarter of
-    an export. A captured program is decomposed already, so this is skipped, unless torch.onnx fails without it.
+    an export. A captured program is decomposed already, so this is skipped, unless torch.onnx has no form of an
+    operation, or fails without it.
     """
 
     def trace() -> torch.export.ExportedProgram:
@@ -103,11 +105,15 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         torch.no_grad(),
         quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
         equal_sizes_known(),
+        operator_table_kept(),
+        traced_results_reused(),
         _exact_constants(),
         _one_sentence_errors(),
     ):
         warnings.simplefilter("ignore")
         program_trace = trace()
+        if lacks_a_form(program_trace, OPSET):
+            return export(program_trace)
         program_trace.run_decompositions = lambda *_, **__: program_trace
         try:
             return export(program_trace)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from tformer_export.capture.by_example.reads import ReadMode
 from tformer_export.capture.by_example.recurrent_layers import RECURRENT_LAYERS
 from tformer_export.capture.by_example.tracked_numbers import Asked
+from tformer_export.capture.trace_patches import results_not_described
 from tformer_export.common.fx_nodes import aten, is_sized_by_data
 from tformer_export.common.module_state import WriteUndo, unchanged
 from tformer_export.sources.call.one_row import OverRows, RowByRow
@@ -224,7 +225,7 @@ def record(
         isinstance(part, (OverRows, RowByRow)) for part in module.modules()
     )  # torch.vmap is no operation itself
     with torch.no_grad():
-        with unchanged(module), WriteUndo(module, []):
+        with unchanged(module), WriteUndo(module, []), results_not_described():
             tracer = make_fx(
                 call_watched,
                 RECURRENT_LAYERS,

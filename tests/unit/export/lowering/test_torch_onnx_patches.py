@@ -1,0 +1,89 @@
+"""The patches of torch.onnx change nothing in the models that it writes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
+
+
+class ManyTypes(nn.Module):
+    """Operations whose operands torch casts: to the other one's type, to that of a number, or to compute in float32."""
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = x.half()
+        mixed = torch.where(numbers > 2, x, numbers) / 3 + numbers.sum(-1, keepdim=True) * 0.5
+        return mixed, numbers.sqrt(), halves.softmax(-1) * numbers, numbers / 2 + (x > 0), halves.sum(-1).mean()
+
+
+@pytest.mark.parametrize("patch", [operator_table_kept, traced_results_reused])
+def test_model_is_that_of_torch_onnx(patch):
+    def written() -> bytes:
+        inputs = torch.randn(2, 5), torch.arange(10).view(2, 5)
+        program = torch.export.export(ManyTypes(), inputs, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},) * 2)
+        return torch.onnx.export(program, dynamo=True, opset_version=24).model_proto.SerializeToString()
+
+    expected = written()
+    with patch():
+        assert written() == expected
+
+
+def test_operation_is_not_traced_again_for_its_casts(monkeypatch):
+    run: list[object] = []
+    call = torch.fx.Interpreter.call_function
+    monkeypatch.setattr(torch.fx.Interpreter, "call_function", lambda *args: run.append(args[1]) or call(*args))
+
+    def count() -> int:
+        run.clear()
+        program = torch.export.export(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (torch.randn(2, 3),))
+        program.run_decompositions = lambda *_: program
+        run.clear()
+        torch.onnx.export(program, dynamo=True, opset_version=24)
+        return len(run)
+
+    assert count() > 0
+    with traced_results_reused():
+        assert count() == 0
+
+
+def test_table_is_read_once_and_each_program_has_its_own(monkeypatch):
+    read: list[ONNXRegistry] = []
+    register = ONNXRegistry._cleanup_registry_based_on_opset_version
+    cleanup = lambda table: (read.append(table), register(table))  # noqa: E731
+    monkeypatch.setattr(ONNXRegistry, "_cleanup_registry_based_on_opset_version", cleanup)
+    expected = {name: [*forms] for name, forms in ONNXRegistry.from_torchlib(opset_version=24).functions.items()}
+    with operator_table_kept():
+        ONNXRegistry.from_torchlib(opset_version=24)
+        read.clear()
+        table = ONNXRegistry.from_torchlib(opset_version=24)
+        table.functions.clear()
+    with operator_table_kept():
+        assert ONNXRegistry.from_torchlib(opset_version=24).functions.keys() == expected.keys()
+    assert not read
+    ONNXRegistry.from_torchlib(opset_version=24)
+    assert len(read) == 1
+
+
+class Selects(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.where(x > 0)
+
+
+class Counts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] > 1)
+        return x.cumsum(0)
+
+
+@pytest.mark.parametrize(("module", "fails"), [(Selects(), True), (Counts(), False)])
+def test_program_that_torch_onnx_fails_on_is_known_before(module, fails):
+    program = torch.export.export(module, (torch.randn(2, 5),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert lacks_a_form(program, 24) == fails
+    program.run_decompositions = lambda *_: program
+    with pytest.raises(torch.onnx.OnnxExporterError) if fails else nullcontext():
+        torch.onnx.export(program, dynamo=True, opset_version=24)
