@@ -186,7 +186,7 @@ def test_config_of_the_documentation(models):
     (application,) = config.applications
     module, _, attribute = application.import_path.partition(":")
     assert getattr(__import__(module, fromlist=[attribute]), attribute) is app
-    assert app(ServeArguments(**application.args)) is not None
+    assert app(application.args)._bound_deployment.name == "tformer"
     (deployment,) = application.deployments
     assert deployment.name == "tformer"
     assert deployment.autoscaling_config["target_ongoing_requests"] > 0

@@ -6,6 +6,7 @@ chooses a replica for each request, starts and ends replicas, and drains them be
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,12 @@ class ServeArguments(BaseModel):
         }
 
 
-def app(args: ServeArguments) -> Any:
+def app(args: ServeArguments | Mapping[str, Any]) -> Any:
     """Return the application for Ray Serve. Raise OptionError for wrong arguments, MissingExtraError without Ray.
 
-    Ray Serve calls it with the `args` of a config file.
+    Ray Serve calls it with the `args` of a config file, as a mapping.
     """
+    args = args if isinstance(args, ServeArguments) else ServeArguments.model_validate(args)
     serve = import_optional("ray.serve", "serving on many machines needs Ray", "ray")
     args.server_options()  # wrong ones are told here, not by a replica that does not start
     args.model_settings()
