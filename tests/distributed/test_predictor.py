@@ -198,7 +198,7 @@ def test_map_batches_of_ray_data(files, cluster):
         Predictor,
         fn_constructor_args=[files["scores"]],
         fn_constructor_kwargs={"options": {"top_k": 2}, "output_columns": ["label", "score"]},
-        concurrency=1,
+        compute=ray.data.ActorPoolStrategy(size=1),
         batch_size=8,
         batch_format="pyarrow",
     )

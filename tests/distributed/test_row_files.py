@@ -183,3 +183,5 @@ def test_patterns_and_folders(tmp_path):
     assert names("*/[0-9]*.csv") == ["a/1.csv", "b/10.csv", "b/2.csv"]
     assert names("a") == names("a/") == ["a/1.csv"]
     assert names("b/2.csv") == ["b/2.csv"]
+    (of_uri,) = Storage(f"file://{tmp_path}/b/2.csv").files()
+    assert of_uri == Storage(str(tmp_path / "b" / "2.csv")).files()[0]

@@ -7,7 +7,7 @@ rows = rows.map_batches(
     Predictor,
     fn_constructor_args=["model.onnx"],
     fn_constructor_kwargs={"input_column": "text", "options": {"num_beams": 4}},
-    concurrency=4, num_cpus=1, batch_size=256, batch_format="pyarrow",
+    compute=ray.data.ActorPoolStrategy(size=4), num_cpus=1, batch_size=256, batch_format="pyarrow",
 )
 """
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from tformer_runtime.base.errors import InputError, OptionError, OutputError
 from tformer_runtime.base.extras import import_optional
@@ -42,6 +44,7 @@ class Storage:
         """Raise OptionError for a name of a file system that pyarrow does not have, or cannot reach."""
         fs = import_optional("pyarrow.fs", "files of many rows need pyarrow", "ray")
         self._fs_module = fs
+        name = url2pathname(urlsplit(name).path) if name.startswith("file://") else name
         self.name, self.local = name, not _URI.match(name)
         try:
             if self.local:
