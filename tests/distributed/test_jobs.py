@@ -28,6 +28,8 @@ from tformer_runtime.distributed.job import PartWorker
 
 TEXTS = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 11)) for i in range(120)]
 SHORT = ["--max-new-tokens", "4"]
+SAMPLED = [*SHORT, "--temperature", "1.3", "--seed", "3"]
+THOROUGH = pytest.mark.thorough
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def assert_complete(folder, file, *flags, texts=TEXTS):
     assert all(name.startswith("part-") or name == "_tformer.json" for name in os.listdir(folder))
 
 
-@pytest.mark.parametrize("flags", [SHORT, [*SHORT, "--temperature", "1.3", "--seed", "3"]], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("flags", [pytest.param(SHORT, marks=THOROUGH), SAMPLED], ids=["greedy", "sampled"])
 def test_texts(here, files, cluster, flags):
     """A seed gives a row the same sample as in a run without Ray."""
     write_texts(here)
@@ -204,7 +206,9 @@ class _Mortal(PartWorker):
         return failed
 
 
-@pytest.mark.parametrize("moment", ["before", "half", "after"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("before", marks=THOROUGH), pytest.param("half", marks=THOROUGH), "after"]
+)
 def test_killed_worker_is_replaced(here, files, cluster, killing, monkeypatch, moment):
     """A worker dies before it has written a part, while it writes, and after it has written and not yet told so."""
     import ray

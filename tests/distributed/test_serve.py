@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -27,6 +28,8 @@ from ray import serve  # noqa: E402
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
 from tformer_serve.ray import ServeArguments, app  # noqa: E402
+from tformer_serve.ray.deployment import _Replica, replica_app  # noqa: E402
+from tformer_serve.registry import ModelFile  # noqa: E402
 
 SCALING = Path(__file__).parents[2] / "docs" / "scaling.md"
 PROMPTS = ["abc", "hello", "z", "xyz", "quick", "brown", "fox", "jumps"]
@@ -161,6 +164,17 @@ def test_replica_holds_a_few_of_many_models(run_app, models, references):
         wide = "abc" * 10_000
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="letters-1", prompt=wide)
+
+
+def test_replica_whose_model_has_ended_is_unhealthy(models):
+    replica = _Replica()
+    replica.app = replica_app(ServeArguments(files=["-"], device="cpu"), [ModelFile("letters", models["letters-0"])])
+    served = replica.app.state.server.models
+    served.start(1)
+    replica.check_health()
+    asyncio.run(served["letters"].aio.close())  # as after an error of its thread
+    with pytest.raises(RuntimeError, match="the thread of letters has ended"):
+        replica.check_health()
 
 
 @pytest.mark.parametrize(
