@@ -2,6 +2,7 @@
 # make demo         export the g2p checkpoint to int8 and pronounce some words
 # make serve-demo   serve the checkpoints at http://127.0.0.1:8080/v1, with OpenAI's API
 # make test         run the test suite
+# make test-ray     add Ray to .venv, 400 MB, and run the tests that need it
 # make thorough     run the tests that the suite leaves out because they take minutes
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
 # make kernels      build the native kernels of this processor's kind, which the tests and the runtime then find
@@ -35,7 +36,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 thorough fuzz check audit hooks docs docs-check \
+.PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 test-ray thorough fuzz check \
+  audit hooks docs docs-check \
   evaluate bench bench-quick wild wild-repositories clean
 
 help:
@@ -114,6 +116,10 @@ test: $(READY)
 
 test-avx2: $(READY)
 	$(BIN)/python tests/benchmarks/stand_in/avx2.py $(TESTS)
+
+test-ray: $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[dev,ray]' kubernetes-validate
+	$(BIN)/python -m pytest tests/distributed
 
 thorough: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto -m thorough

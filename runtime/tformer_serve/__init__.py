@@ -21,4 +21,5 @@ routes/        one module for each task
 app            the application
 server         listens, and stops without losing a request
 cli            the command line
+ray/           the application as a deployment of Ray Serve
 """

@@ -73,7 +73,8 @@ def test_models_import_only_checkpoint_format_and_errors() -> None:
     ("module", "absent"),
     [
         ("tformer_runtime", ("torch", "onnx", "tformer_export")),
-        ("tformer_runtime.cli.main", ("torch", "onnx", "tformer_export")),
+        ("tformer_runtime.cli.main", ("torch", "onnx", "tformer_export", "ray", "pyarrow")),
+        ("tformer_serve.ray", ("torch", "onnx", "ray", "pyarrow", "fastapi")),
         ("tformer_serve.app", ("torch", "onnx", "tformer_export", "onnxruntime")),
         ("tformer_serve.cli", ("torch", "onnx", "tformer_export", "fastapi", "asyncio")),
         ("tformer_export", ("torch", "onnx")),

@@ -19,7 +19,8 @@ RUNTIME = {
     "decoding": ("base", "format", "preprocess", "backend", "engine"),
     "tasks": ("base", "format", "preprocess", "engine", "decoding"),
     "": ("base", "format", "preprocess", "backend", "engine", "decoding", "tasks"),  # the modules of the package itself
-    "cli": ("base", "format", "preprocess", "decoding", "tasks", ""),
+    "distributed": ("base", "format", "preprocess", "decoding", "tasks", ""),
+    "cli": ("base", "format", "preprocess", "decoding", "tasks", "", "distributed"),
 }
 PIPELINE = (
     "common", "sources", "capture", "analysis", "staging", "passes", "lowering", "trace_source", "compile", "options",
@@ -28,7 +29,7 @@ PIPELINE = (
 SERVER = (
     "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route",
     "client_inputs", "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app",
-    "server", "cli",
+    "server", "cli", "ray",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),
@@ -119,7 +120,8 @@ LISTS_MODULES = (
         f"tformer_export/{folder}"
         for folder in ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")
     ),
-    *(f"runtime/tformer_serve{folder}" for folder in ("", "/conduct", "/routes", "/schemas")),
+    "runtime/tformer_runtime/distributed",
+    *(f"runtime/tformer_serve{folder}" for folder in ("", "/conduct", "/ray", "/routes", "/schemas")),
 )
 
 

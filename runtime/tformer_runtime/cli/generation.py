@@ -18,6 +18,7 @@ from tformer_runtime.decoding.options import OUTPUT
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.format.info import file_fingerprint
 from tformer_runtime.model import Model
+from tformer_runtime.preprocess.chat_template import messages_of_line
 from tformer_runtime.tasks.base import ids_of
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag, bytes_of, switch
 
@@ -71,7 +72,7 @@ class Generation:
         Raise click.UsageError for flags that do not go together, OptionError for an impossible value.
         """
         _check(flag_values, options)
-        return _GenerationJob(flag_values, options)
+        return GenerationJob(flag_values, options)
 
 
 def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
@@ -99,7 +100,7 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
             raise click.UsageError(f"{flag} needs --json: give both")
 
 
-class _GenerationJob(Job):
+class GenerationJob(Job):
     def __init__(self, flag_values: Mapping[str, Any], options: RunOptions) -> None:
         texts = {name: text for name, text in flag_values.items() if name not in {**_OUTPUT_FLAGS, **_RUN_FLAGS}}
         draft, picture = texts.pop("draft_model", None), flag_values.get("cross_attentions")
@@ -135,7 +136,7 @@ class _GenerationJob(Job):
 
     def read(self, line: str) -> Input:
         if self.chats:
-            return self._prompt(_with_images(_messages(line), self.images), self.system)
+            return self._prompt(_with_images(messages_of_line(line), self.images), self.system)
         prompt = ids_of(line) if self.ids else line
         return self._pictured(prompt, self.images) if self.images else prompt
 
@@ -213,16 +214,6 @@ def _with_images(messages: Any, images: list[str]) -> Any:
         raise InputError("--image puts pictures before a message, and the last of these messages has no content")
     pictures = [{"type": "image", "image": image} for image in images]
     return [*before, {**last, "content": [*pictures, *parts]}]
-
-
-def _messages(line: str) -> Any:
-    """Return the messages of a JSON list, or any other text as one message."""
-    if not line.lstrip().startswith("["):
-        return line
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return line  # a text that begins with a bracket
 
 
 def _numbers(array: Any) -> Any:

@@ -24,7 +24,7 @@ from tformer_runtime.cli.generation import Generation
 from tformer_runtime.cli.input_lines import InputLines, progress_bar
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write
 from tformer_runtime.cli.jobs import make_job
-from tformer_runtime.cli.options import Command, use_flag_names
+from tformer_runtime.cli.options import Command, table_options, use_flag_names
 from tformer_runtime.cli.result_file import ResultFile
 from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.format.info import file_fingerprint, file_info, info_lines, verified_digest
@@ -44,6 +44,31 @@ _THREADS = click.IntRange(1, MAX_THREADS)
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(path_type=Path))
 @click.argument("inputs", metavar="[INPUT ...]", nargs=-1)
 @click.option("--input-file", metavar="F|-", help="Read inputs from a file, one per line; - is standard input.")
+@click.option(
+    "--ray",
+    is_flag=True,
+    help="Read rows of files (Parquet, JSON lines, CSV, text), on all machines of Ray; F is a name, pattern or folder.",
+)
+@click.option(
+    "--input-column",
+    metavar="NAME",
+    multiple=True,
+    help="The column of the inputs; repeated for pairs; INPUT=NAME for models with several inputs.  [--ray]",
+)
+@click.option(
+    "--output-column",
+    metavar="NAME[=NEW]",
+    multiple=True,
+    help="Keep this column of the results, under a new name. Repeatable.  [--ray; default: all]",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["fail", "keep"]),
+    help="keep writes the error of a row into the column error, instead of ending the run.  [--ray; default: fail]",
+)
+@click.option(
+    "--part-rows", metavar="N", type=_AT_LEAST_1, help="Write N rows to a file of results.  [--ray; default: 1000]"
+)
 @click.option("--output-file", metavar="F", type=click.Path(path_type=Path), help="Write results to a file.")
 @click.option("--resume", is_flag=True, help="Continue the output file of an interrupted run.")
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
@@ -105,11 +130,14 @@ def main(
     assert isinstance(context.command, Command)
     flag_values = {name: values.pop(name) for name in context.command.flags}
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
+    tables, values = table_options(values)
     options = RunOptions(**values)
     with errors_as_sentences("tformer-run", options.verbose, _sentence):
+        if not tables.ray:
+            tables.must_have_ray()
         if info or verify or options.output_file is None:
             require_output()
-        if options.max_process_memory is not None:
+        if options.max_process_memory is not None and not tables.ray:
             limit_process_memory(bytes_of(options.max_process_memory, "max_process_memory"))
         if verify:
             click.echo(f"{model} is as exported: blake3 {verified_digest(model)}")
@@ -118,6 +146,11 @@ def main(
             manifest = read_manifest(model)
             facts = {**file_info(model, manifest), **machine_facts(manifest)}
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))
+            return
+        if tables.ray:
+            from tformer_runtime.cli.tables import run_table_job  # 15 ms that other runs do not need
+
+            run_table_job(model, inputs, options, tables, lambda options: _make_job(model, flag_values, options))
             return
         _run(model, inputs, flag_values, options)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -39,6 +40,41 @@ for _name, _spec in SPECS.items():
         GROUPS.setdefault(_spec.heading, {})[_name] = OPTIONS[_name]
 _TASK_FLAGS = {name: flag.flag for task in TASKS for flags in task.all_flags().values() for name, flag in flags.items()}
 _LIMIT_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_process_memory", "max_run_seconds")}
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options of `--ray`.
+
+    ray: whether the job is one of Ray.
+    input_column: names of columns, or NAME=COLUMN for an input of the model. output_column: NAME or NAME=NEW.
+    on_error: "fail" or "keep"; None for "fail".
+    part_rows: rows of a part; None for the default.
+    """
+
+    ray: bool = False
+    input_column: tuple[str, ...] = ()
+    output_column: tuple[str, ...] = ()
+    on_error: str | None = None
+    part_rows: int | None = None
+
+    def must_have_ray(self) -> None:
+        """Raise click.UsageError for options that are not for a run without Ray."""
+        given = {
+            "--input-column": self.input_column,
+            "--output-column": self.output_column,
+            "--on-error": self.on_error,
+            "--part-rows": self.part_rows,
+        }
+        for flag, value in given.items():
+            if value:
+                raise click.UsageError(f"{flag} is for columns of files: give --ray too")
+
+
+def table_options(values: Mapping[str, Any]) -> tuple[TableOptions, dict[str, Any]]:
+    """Return the options of `--ray`, and the other values of the command line."""
+    own = {name: values[name] for name in TableOptions.__dataclass_fields__}
+    return TableOptions(**own), {name: value for name, value in values.items() if name not in own}
 
 
 class Command(click.Command):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +52,16 @@ def conversation(messages: Any, system: str | None = None) -> list[Message]:
             "of which is answered"
         )
     return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
+
+
+def messages_of_line(line: str) -> Any:
+    """Return the messages of a JSON list, or any other text as one message."""
+    if not line.lstrip().startswith("["):
+        return line
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line  # a text that begins with a bracket
 
 
 def pictures_of(messages: Sequence[Message]) -> list[Any]:
