@@ -31,7 +31,7 @@ from tformer_runtime import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
-from tformer_runtime.backend.native_kernels import OFF, VARIABLE
+from tformer_runtime.backend.native_kernels import OFF, PRODUCTS_ALONE, VARIABLE
 from tformer_runtime.cli.resumed_model import ResumedModel
 from tformer_runtime.decoding.batch_rows import candidates_of
 from tformer_runtime.decoding.options import Settings
@@ -252,8 +252,8 @@ def test_results_do_not_depend_on_gathering_of_columns(exported, monkeypatch, ma
 def test_native_kernels_keep_results(exported, monkeypatch, path):
     """Gathered columns are given to the file at each step, so that their product stays with onnxruntime."""
     results = []
-    for kernels in (OFF, path):
-        monkeypatch.setenv(VARIABLE, kernels)
+    for kernels in (OFF, path):  # attention by kernels changes last bits
+        monkeypatch.setenv(VARIABLE, OFF if kernels == OFF else f"{path},{PRODUCTS_ALONE}")
         model = Model.load(exported.file.engine.session.path, "cpu", threads=1)
         assert model.info()["kernels"] == (None if kernels == OFF else f"native kernels {path}")
         results.append([*model.generate_batch(SOURCES[:8])])
