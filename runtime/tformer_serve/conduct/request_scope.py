@@ -1,4 +1,4 @@
-"""The outermost layer: the id of a request, its deadline, its line in the log, its metrics, and its errors."""
+"""The outermost layer: the id of a request, its deadline, its line in the log, its metrics, its span, its errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tformer_serve.conduct.tracing import describe, request_span
 from tformer_serve.errors import (
     CLIENT_GONE_STATUS,
     ApiError,
@@ -56,13 +57,23 @@ class RequestScope:
             except TimeoutError:
                 raise ClientGoneError from None
 
+        if exchange.path in _QUIET:
+            await self._answer(exchange, headers, scope, receive, send_with_id)
+            return
+        with request_span(exchange, headers) as span:
+            try:
+                await self._answer(exchange, headers, scope, receive, send_with_id)
+            finally:
+                describe(span, exchange, _route(scope))
+
+    async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             exchange.deadline_at = self._deadline_at(exchange, headers)
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send)
         except ClientGoneError:
             exchange.status = CLIENT_GONE_STATUS
         except Exception as error:
-            await self._fail(exchange, error, send_with_id)
+            await self._fail(exchange, error, send)
         finally:
             self._metrics.add_request(exchange, _route(scope))
             if exchange.path not in _QUIET or exchange.status >= 400:

@@ -1,0 +1,55 @@
+"""A span of OpenTelemetry for each request, if its package `opentelemetry-api` is installed.
+
+Spans go where the program has set OpenTelemetry up to send them: `opentelemetry-instrument tformer-serve …` does so by
+the variables OTEL_*. They have no prompts and no answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tformer_serve.exchange import Exchange
+
+try:
+    from opentelemetry import propagate, trace
+
+    TRACER: trace.Tracer | None = trace.get_tracer("tformer_serve")
+except ImportError:
+    TRACER = None
+
+
+@contextlib.contextmanager
+def request_span(exchange: Exchange, headers: Mapping[str, str]) -> Iterator[Any]:
+    """Make a span the current one in the block, as a part of the trace that the headers name. Yield it, or None.
+
+    `describe` must be called with it at the end of the block.
+    """
+    if TRACER is None:
+        yield None
+        return
+    context = propagate.extract(headers)
+    with TRACER.start_as_current_span(exchange.method, context, trace.SpanKind.SERVER) as span:
+        yield span
+
+
+def describe(span: Any, exchange: Exchange, route: str) -> None:
+    """Give a span the facts of a request that ends, by the semantic conventions of HTTP and of generative models."""
+    if span is None or not span.is_recording():
+        return
+    span.update_name(f"{exchange.method} {route}")
+    facts = {
+        "http.request.method": exchange.method,
+        "http.route": route,
+        "http.response.status_code": exchange.status,
+        "gen_ai.request.model": exchange.model,
+        "gen_ai.usage.input_tokens": exchange.prompt_tokens or None,
+        "gen_ai.usage.output_tokens": exchange.completion_tokens or None,
+        "tformer.request_id": exchange.id,
+    }
+    if exchange.first_token_at is not None:
+        facts["gen_ai.server.time_to_first_token"] = exchange.first_token_at - exchange.started_at
+    span.set_attributes({name: value for name, value in facts.items() if value is not None})
+    if exchange.status >= 500:
+        span.set_status(trace.StatusCode.ERROR)
