@@ -17,14 +17,18 @@ from torch.fx import Node
 
 @contextmanager
 def operator_table_kept() -> Iterator[None]:
-    """Let a process read the table of ONNX forms of torch's operators once: it takes half a second."""
+    """Let a process read the table of ONNX forms of torch's operators once: it takes half a second.
+
+    The table has the operators that torch knows when it is read, so that it is read again if an import adds some.
+    """
     from torch.onnx._internal.exporter._registration import ONNXRegistry  # imports onnxscript's library: a second
 
     original = vars(ONNXRegistry)["from_torchlib"]
     read = _kept(ONNXRegistry.from_torchlib.__func__)  # type: ignore[attr-defined]
 
     def from_torchlib(cls: type, *arguments: Any, **options: Any) -> Any:
-        table = copy.copy(read(cls, *arguments, **options))  # a translation may add forms to its table
+        operators = len(torch._C._dispatch_get_all_op_names())
+        table = copy.copy(read(operators, cls, *arguments, **options))  # a translation may add forms to its table
         table.functions = {name: [*forms] for name, forms in table.functions.items()}
         return table
 
@@ -37,8 +41,11 @@ def operator_table_kept() -> Iterator[None]:
 
 @functools.cache
 def _kept(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its results kept: the same one for each translation of the process."""
-    return functools.cache(read)
+    """Return the function with its latest result kept: the same one for each translation of the process.
+
+    Its first argument is the number of torch's operators.
+    """
+    return functools.lru_cache(maxsize=1)(lambda operators, *arguments, **options: read(*arguments, **options))
 
 
 @contextmanager

@@ -51,11 +51,31 @@ def test_operation_is_not_traced_again_for_its_casts(monkeypatch):
         assert count() == 0
 
 
-def test_table_is_read_once_and_each_program_has_its_own(monkeypatch):
-    read: list[ONNXRegistry] = []
+@pytest.fixture
+def read(monkeypatch):
+    """Return the tables that torch.onnx has read since."""
+    tables: list[ONNXRegistry] = []
     register = ONNXRegistry._cleanup_registry_based_on_opset_version
-    cleanup = lambda table: (read.append(table), register(table))  # noqa: E731
-    monkeypatch.setattr(ONNXRegistry, "_cleanup_registry_based_on_opset_version", cleanup)
+    monkeypatch.setattr(
+        ONNXRegistry,
+        "_cleanup_registry_based_on_opset_version",
+        lambda table: (tables.append(table), register(table)),
+    )
+    return tables
+
+
+def test_table_is_read_again_when_torch_has_more_operators(read):
+    """An import may add operators that torch.onnx has forms of, such as those of quantised programs."""
+    with torch.library._scoped_library("aten", "FRAGMENT") as library, operator_table_kept():
+        ONNXRegistry.from_torchlib(opset_version=24)
+        read.clear()
+        library.define("operator_of_a_test(Tensor x) -> Tensor")
+        for _ in range(2):
+            ONNXRegistry.from_torchlib(opset_version=24)
+    assert len(read) == 1
+
+
+def test_table_is_read_once_and_each_program_has_its_own(read):
     expected = {name: [*forms] for name, forms in ONNXRegistry.from_torchlib(opset_version=24).functions.items()}
     with operator_table_kept():
         ONNXRegistry.from_torchlib(opset_version=24)
