@@ -88,7 +88,7 @@ def test_chat_streams_and_keeps_the_conversation(files, references, open_page):
     with RunningServer({"chat": files["chat"]}) as server:
         page = open_page(server)
         model, messages = references["chat"], []
-        page.get_by_label("Most tokens").first.fill("12")
+        page.get_by_label("Maximum tokens").first.fill("12")
         for text in ("the oil", "why"):
             messages.append({"role": "user", "content": text})
             expected = model.generate(model.prompt(messages), max_new_tokens=12).text
@@ -107,7 +107,7 @@ def test_text_is_completed(task_server, references, open_page):
     page = open_page(task_server)
     choose(page, "letters")
     page.get_by_label("Text").fill("hello")
-    page.get_by_label("Most tokens").fill("9")
+    page.get_by_label("Maximum tokens").fill("9")
     page.get_by_role("button", name="Generate").click()
     page.get_by_role("button", name="Generate").and_(page.locator(":enabled")).wait_for()
     expected = references["letters"].generate("hello", max_new_tokens=9).text

@@ -71,7 +71,7 @@ function area(attributes = {}) {
 function sampling() {
   const temperature = element("input", { type: "number", min: 0, max: 5, step: 0.1, value: 0 });
   const length = element("input", { type: "number", min: 1, step: 1, value: 200 });
-  const row = element("div", { class: "row" }, field("Temperature", temperature), field("Most tokens", length));
+  const row = element("div", { class: "row" }, field("Temperature", temperature), field("Maximum tokens", length));
   return [row, () => ({ temperature: Number(temperature.value), max_tokens: Number(length.value) })];
 }
 
