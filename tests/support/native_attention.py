@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from support.native_products import kernels_of
-from tformer_runtime.backend.native_kernels import LoadingProducts
+from support.native_products import open_native_session, open_session
 
 MAX_POSITIONS = 256  # of the angles
 INTEGERS = ("last", "total")
@@ -129,12 +127,8 @@ class Attention:
 
 def open_attention(model: bytes, path: str | None, threads: int = 1) -> onnxruntime.InferenceSession:
     """Return a session with the kernels of a path; None for onnxruntime's operators."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    if path is None:
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    with LoadingProducts(kernels_of(path)) as loading:
-        rewritten = loading.rewrite(model, Path())
-        assert loading.attentions
-        options.register_custom_ops_library(str(loading.kernels.file))
-        return onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
+    return (
+        open_session(model, threads)
+        if path is None
+        else open_native_session(model, path, threads, products=None, attentions=True)
+    )

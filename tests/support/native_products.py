@@ -88,15 +88,19 @@ def open_session(model: bytes, threads: int = 1) -> onnxruntime.InferenceSession
 
 
 def open_native_session(
-    model: bytes, path: str, threads: int = 1, products: int | None = 1
+    model: bytes, path: str, threads: int = 1, products: int | None = 1, attentions: bool = False
 ) -> onnxruntime.InferenceSession:
-    """Return a session with the kernels of a path. products: the number of products that they must compute."""
+    """Return a session with the kernels of a path.
+
+    products: the number of products that they must compute. attentions: whether they must compute attention.
+    """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     with LoadingProducts(kernels_of(path)) as loading:
         rewritten = loading.rewrite(model, Path())
         assert products is None or loading.count == products
-        if loading.count:
+        assert not attentions or loading.attentions
+        if loading.count or loading.attentions:
             options.register_custom_ops_library(str(loading.kernels.file))
         return onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
 

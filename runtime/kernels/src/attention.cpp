@@ -19,23 +19,9 @@ constexpr size_t MAX_TASKS = 256;
 constexpr size_t COPY_NUMBERS = 1 << 20;
 
 // Memory of a thread.
-struct Scratch {
-  Aligned<float> memory;
-  size_t size = 0;
-
-  float* reserve(size_t count) {
-    if (size < count) {
-      size = 0;
-      memory.allocate(count);
-      size = count;
-    }
-    return memory.get();
-  }
-};
-
 float* scratch(size_t count) {
-  static thread_local Scratch instance;
-  return instance.reserve(count);
+  static thread_local Growing<float> memory;
+  return memory.reserve(count);
 }
 
 constexpr size_t whole_lines(size_t numbers) { return (numbers + PANEL - 1) / PANEL * PANEL; }
@@ -89,24 +75,20 @@ void attend_rows(const Job& job, size_t b, size_t g, size_t begin, size_t end) {
   const AttentionCall& call = *job.call;
   const size_t past = past_of(call, b), count = end - begin;
   AttentionRow rows[MAX_ROWS];
-  size_t limit = 0;
+  const size_t limit = call.causal ? past + (end - 1) / job.group + 1 : total_of(call, b);  // of the last row
+  const size_t stride = (limit + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
+  const size_t numbers = whole_lines(count * call.size);
+  float *queries = scratch(2 * numbers + call.size * KEY_PANEL + count * stride), *sums = queries + numbers;
+  float *panel = sums + numbers, *scores = panel + call.size * KEY_PANEL;
   for (size_t r = 0; r < count; r++) {
     const size_t i = (begin + r) / job.group, head = g * job.group + (begin + r) % job.group;
     AttentionRow& row = rows[r];
-    row.end = call.causal ? past + i + 1 : total_of(call, b);
+    row.end = call.causal ? past + i + 1 : limit;
     row.bias = call.bias == nullptr ? nullptr
                                     : call.bias + b * call.bias_batch_stride + head * call.bias_head_stride +
                                           i * call.bias_row_stride;
     row.sink = call.sinks == nullptr ? -std::numeric_limits<float>::infinity() : call.sinks[head];
     row.out = call.out + ((b * call.length + i) * call.heads + head) * call.size;
-    limit = std::max(limit, row.end);
-  }
-  const size_t stride = (limit + KEY_PANEL - 1) / KEY_PANEL * KEY_PANEL;
-  const size_t numbers = whole_lines(count * call.size);
-  float* memory = scratch(2 * numbers + call.size * KEY_PANEL + count * stride);
-  float* queries = memory;
-  for (size_t r = 0; r < count; r++) {
-    const size_t i = (begin + r) / job.group, head = g * job.group + (begin + r) % job.group;
     const float* query = call.queries + (b * call.length + i) * call.query_stride + head * call.size;
     float* into = queries + r * call.size;
     if (call.cosines != nullptr)
@@ -119,8 +101,7 @@ void attend_rows(const Job& job, size_t b, size_t g, size_t begin, size_t end) {
   const float* keys = cached ? call.key_cache + cache : call.keys.of(b, g);
   const float* values = cached ? call.value_cache + cache : call.values.of(b, g);
   call.path->attend({queries, rows, count, call.size, keys, values, cached ? call.size : call.keys.position_stride,
-                     cached ? call.size : call.values.position_stride, memory + 2 * numbers + call.size * KEY_PANEL, stride,
-                     memory + 2 * numbers, memory + numbers});
+                     cached ? call.size : call.values.position_stride, scores, stride, panel, sums});
 }
 
 void extend_task(void* data, size_t i) {
@@ -151,10 +132,13 @@ const char* attention_refusal(const AttentionCall& call) {
     return "tformer-kernels: the angles must be at most half as many as a head's numbers";
   if (call.slots > 0 && (call.past_keys == call.value_cache || call.past_values == call.key_cache))
     return "tformer-kernels: keys and values must have caches of their own";
-  if (call.slots > 0 && call.slots < std::max(call.total, call.length))
-    return "tformer-kernels: the cache must have a slot for each position";
+  if (call.slots > 0 ? call.total < call.positions || call.positions != call.length : call.total != call.positions)
+    return "tformer-kernels: the new positions must be among all positions, and earlier ones in a cache";
+  if (call.slots > 0 && call.total > call.past_slots && call.total != call.past_slots + call.length)
+    return "tformer-kernels: the given cache must have all earlier positions";
+  if (call.slots > 0 && call.slots < call.total) return "tformer-kernels: the cache must have a slot for each position";
   if (call.slots == 0 && (call.cosines != nullptr || (call.causal && call.total != call.length)))
-    return "tformer-kernels: earlier positions and rotated keys need a cache";
+    return "tformer-kernels: rotated keys need a cache, and causal positions keys of their own";
   for (size_t b = 0; b < call.batch; b++) {
     const int64_t total = call.last == nullptr ? static_cast<int64_t>(call.total) : int64_t{call.last[b]} + 1;
     if (total < 1 || total > static_cast<int64_t>(call.total))
@@ -192,10 +176,7 @@ void attend(const AttentionCall& call, ParallelFor parallel_for, void* context) 
   }
   if (call.length == 0) return;
   const size_t count = (job.tasks + job.tasks_of_a_batch - 1) / job.tasks_of_a_batch;
-  if (count == 1)
-    attend_task(&job, 0);
-  else
-    parallel_for(context, attend_task, count, &job);
+  run_tasks(parallel_for, context, attend_task, count, &job);
   if (job.lacks_memory) throw std::bad_alloc();
 }
 

@@ -51,6 +51,7 @@ struct AttentionCall {
   const float* queries;         // of the new positions; heads are next to each other
   size_t query_stride;          // numbers between positions
   Heads keys, values;           // of the new positions, or of all positions if there is no cache
+  size_t positions;             // the number of these
   const float *past_keys, *past_values;  // (B, G, past_slots, D); may be the caches
   size_t past_slots;
   float *key_cache, *value_cache;  // (B, G, S, D)

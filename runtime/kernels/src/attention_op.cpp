@@ -31,45 +31,6 @@ struct AttentionKernel {
 enum AttentionInput : size_t { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LAST, TOTAL, COSINES, SINES, BIAS, SINK, INPUTS };
 constexpr size_t CONTEXT_BIAS = 3, CONTEXT_INPUTS = 4;  // of ContextAttention
 
-// An input; data is nullptr if it is not there.
-struct Input {
-  const void* data = nullptr;
-  size_t rank = 0;
-  int64_t sizes[MAX_RANK] = {};
-
-  const float* floats() const { return static_cast<const float*>(data); }
-  size_t size(size_t axis) const { return static_cast<size_t>(sizes[axis]); }
-};
-
-Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
-  Input input;
-  const ort::Value* value = nullptr;
-  check(ort::KernelContext_GetInput::call(api, context, index, &value));
-  if (value == nullptr) return input;
-  ort::TypeAndShape* shape = nullptr;
-  check(ort::GetTensorTypeAndShape::call(api, value, &shape));
-  ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
-  if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
-  ort::ReleaseTypeAndShape::call(api, shape);
-  check(status);
-  if (input.rank > MAX_RANK) fail(api, "tformer-kernels: an input of attention has too many axes");
-  void* data = nullptr;
-  check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
-  static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
-  input.data = data == nullptr ? &nothing : data;
-  return input;
-}
-
-float* write_output(const ort::Api* api, ort::KernelContext* context, size_t index, const int64_t* sizes, size_t rank) {
-  ort::Value* value = nullptr;
-  check(ort::KernelContext_GetOutput::call(api, context, index, sizes, rank, &value));
-  if (value == nullptr) return nullptr;
-  void* data = nullptr;
-  check(ort::GetTensorMutableData::call(api, value, &data));
-  static float nothing = 0;  // for tensors without numbers, as above
-  return data == nullptr ? &nothing : static_cast<float*>(data);
-}
-
 template <bool CONTEXT>
 ort::Status* create_attention(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
   return guarded(api, [&] {
@@ -94,6 +55,14 @@ ort::Status* create_attention(const ort::CustomOp*, const ort::Api* api, const o
 
 void require(const ort::Api* api, bool holds, const char* message) {
   if (!holds) fail(api, message);
+}
+
+template <size_t COUNT>
+void read_inputs(const ort::Api* api, ort::KernelContext* context, Input (&in)[COUNT]) {
+  for (size_t i = 0; i < COUNT; i++) {
+    in[i] = read_input(api, context, i);
+    require(api, in[i].rank <= MAX_RANK, "tformer-kernels: an input of attention has too many axes");
+  }
 }
 
 // What both operators share: the queries, of which a position has `heads` heads, and the bias.
@@ -157,10 +126,11 @@ void finish_call(const ort::Api* api, ort::KernelContext* context, AttentionCall
 void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
   const ort::Api* api = kernel.api;
   Input in[INPUTS];
-  for (size_t i = 0; i < INPUTS; i++) in[i] = read_input(api, context, i);
+  read_inputs(api, context, in);
   const bool packed = in[KEY].data == nullptr;
   AttentionCall call = begin_call(kernel, in[QUERY], packed ? kernel.heads + 2 * kernel.groups : kernel.heads);
   const size_t width = call.groups * call.size;
+  call.positions = call.length;
   if (packed) {
     require(api, !in[VALUE].data, "tformer-kernels: attention needs keys and values together");
     const float* keys = call.queries + call.heads * call.size;
@@ -196,12 +166,8 @@ void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
       require(api, in[i].rank == 4, "tformer-kernels: a cache must have the shape (batch, heads of keys, slots, head size)");
     call.past_keys = heads_of(api, call, in[PAST_KEY], call.past_slots).data;
     call.past_values = heads_of(api, call, in[PAST_VALUE], call.past_slots).data;
-    call.slots = std::max({call.past_slots, call.total, call.length});
+    call.slots = std::max(call.past_slots, call.total);
   }
-  require(api, call.total >= call.length && (call.total == call.length || call.slots > 0),
-          "tformer-kernels: the new positions must be among all positions, and earlier ones in a cache");
-  require(api, call.slots == 0 || call.total <= call.past_slots || call.total == call.past_slots + call.length,
-          "tformer-kernels: the given cache must have all earlier positions");
   add_bias(api, call, in[BIAS]);
   finish_call(api, context, call);
 }
@@ -209,10 +175,10 @@ void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
 void run_context_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
   const ort::Api* api = kernel.api;
   Input in[CONTEXT_INPUTS];
-  for (size_t i = 0; i < CONTEXT_INPUTS; i++) in[i] = read_input(api, context, i);
+  read_inputs(api, context, in);
   AttentionCall call = begin_call(kernel, in[QUERY], kernel.heads);
   require(api, in[KEY].rank == 3 || in[KEY].rank == 4, "tformer-kernels: keys must have three or four axes");
-  call.total = in[KEY].size(in[KEY].rank - 2);
+  call.total = call.positions = in[KEY].size(in[KEY].rank - 2);
   call.keys = heads_of(api, call, in[KEY], call.total);
   call.values = heads_of(api, call, in[VALUE], call.total);
   add_bias(api, call, in[CONTEXT_BIAS]);

@@ -39,14 +39,8 @@ inline void for_rows(const AnyTile& tile, size_t p, const Weight* weights) {
 
 // The calling thread's buffer for the int8 form of panels of 4 bits.
 inline uint8_t* expanded_panels(size_t bytes) {
-  static thread_local Aligned<uint8_t> buffer;
-  static thread_local size_t size = 0;
-  if (size < bytes) {
-    size = 0;
-    buffer.allocate(bytes);
-    size = bytes;
-  }
-  return buffer.get();
+  static thread_local Growing<uint8_t> buffer;
+  return buffer.reserve(bytes);
 }
 
 }  // namespace

@@ -75,28 +75,15 @@ ort::Status* compute(void* state, ort::KernelContext* context) {
   const ort::Api* api = kernel.api;
   return guarded(api, [&] {
     const Matrix& matrix = *kernel.matrix;
-    const ort::Value* x = nullptr;
-    check(ort::KernelContext_GetInput::call(api, context, 0, &x));
-    ort::TypeAndShape* shape = nullptr;
-    check(ort::GetTensorTypeAndShape::call(api, x, &shape));
-    size_t rank = 0;
-    int64_t sizes[MAX_RANK];
-    ort::Status* status = ort::GetDimensionsCount::call(api, shape, &rank);
-    if (status == nullptr && rank >= 1 && rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, sizes, rank);
-    ort::ReleaseTypeAndShape::call(api, shape);
-    check(status);
-    if (rank < 1 || rank > MAX_RANK || sizes[rank - 1] != static_cast<int64_t>(matrix.inner))
+    Input x = read_input(api, context, 0);
+    if (x.rank < 1 || x.rank > MAX_RANK || x.size(x.rank - 1) != matrix.inner)
       fail(api, "tformer-kernels: the input's last axis must have as many numbers as the matrix has rows");
     size_t rows = 1;
-    for (size_t i = 0; i + 1 < rank; i++) rows *= static_cast<size_t>(sizes[i]);
-    sizes[rank - 1] = static_cast<int64_t>(matrix.columns);
-    ort::Value* y = nullptr;
-    check(ort::KernelContext_GetOutput::call(api, context, 0, sizes, rank, &y));
-    void *in = nullptr, *out = nullptr;
-    check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(x), &in));
-    check(ort::GetTensorMutableData::call(api, y, &out));
+    for (size_t i = 0; i + 1 < x.rank; i++) rows *= x.size(i);
+    x.sizes[x.rank - 1] = static_cast<int64_t>(matrix.columns);
+    float* out = write_output(api, context, 0, x.sizes, x.rank);
     Parallel parallel{api, context};
-    kernel.run(static_cast<const float*>(in), static_cast<float*>(out), rows, parallel_for, &parallel);
+    kernel.run(x.floats(), out, rows, parallel_for, &parallel);
   });
 }
 

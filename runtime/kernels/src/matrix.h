@@ -48,6 +48,22 @@ struct Aligned {
   T* get() const { return data.get(); }
 };
 
+// Memory that grows to the greatest count that was asked for. Its numbers are lost when it grows.
+template <class T>
+struct Growing {
+  Aligned<T> memory;
+  size_t size = 0;
+
+  T* reserve(size_t count) {
+    if (size < count) {
+      size = 0;
+      memory.allocate(count);
+      size = count;
+    }
+    return memory.get();
+  }
+};
+
 // What a code says.
 struct Step {
   int m, shift;

@@ -1,4 +1,5 @@
-// What the operators share: errors as statuses, attributes, the threads of onnxruntime, and the description of an operator.
+// What the operators share: errors as statuses, attributes, inputs and results, onnxruntime's threads, and the
+// description of an operator.
 #pragma once
 
 #include <new>
@@ -58,6 +59,44 @@ struct Parallel {
 [[maybe_unused]] inline void parallel_for(void* context, void (*function)(void*, size_t), size_t count, void* data) {
   auto* parallel = static_cast<Parallel*>(context);
   check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, count, data));
+}
+
+// An input; data is nullptr if it is not there. Sizes are known of at most MAX_RANK axes.
+struct Input {
+  const void* data = nullptr;
+  size_t rank = 0;
+  int64_t sizes[MAX_RANK] = {};
+
+  const float* floats() const { return static_cast<const float*>(data); }
+  size_t size(size_t axis) const { return static_cast<size_t>(sizes[axis]); }
+};
+
+[[maybe_unused]] inline Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
+  Input input;
+  const ort::Value* value = nullptr;
+  check(ort::KernelContext_GetInput::call(api, context, index, &value));
+  if (value == nullptr) return input;
+  ort::TypeAndShape* shape = nullptr;
+  check(ort::GetTensorTypeAndShape::call(api, value, &shape));
+  ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
+  if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
+  ort::ReleaseTypeAndShape::call(api, shape);
+  check(status);
+  void* data = nullptr;
+  check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
+  static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
+  input.data = data == nullptr ? &nothing : data;
+  return input;
+}
+
+[[maybe_unused]] inline float* write_output(const ort::Api* api, ort::KernelContext* context, size_t index, const int64_t* sizes, size_t rank) {
+  ort::Value* value = nullptr;
+  check(ort::KernelContext_GetOutput::call(api, context, index, sizes, rank, &value));
+  if (value == nullptr) return nullptr;
+  void* data = nullptr;
+  check(ort::GetTensorMutableData::call(api, value, &data));
+  static float nothing = 0;  // for tensors without numbers, as above
+  return data == nullptr ? &nothing : static_cast<float*>(data);
 }
 
 // An operator of the CPU with one input and one result of float32.

@@ -23,23 +23,17 @@ struct Rows {
 
 // Memory of a thread for quantised rows.
 struct Scratch {
-  Aligned<uint8_t> memory;
-  size_t size = 0;
+  Growing<uint8_t> memory;
   Rows rows;
 
   void reserve(size_t count, const Matrix& matrix) {
     const size_t blocks = matrix.bits == 4 ? matrix.blocks() : 0;
     const size_t scale_bytes = whole_lines(count * sizeof(float));
     const size_t sum_bytes = whole_lines(count * blocks * sizeof(int16_t));
-    const size_t bytes = scale_bytes + sum_bytes + count * matrix.padded_inner;
-    if (size < bytes) {
-      size = 0;
-      memory.allocate(bytes);
-      size = bytes;
-    }
-    rows.scales = reinterpret_cast<float*>(memory.get());
-    rows.block_sums = reinterpret_cast<int16_t*>(memory.get() + scale_bytes);
-    rows.numbers = memory.get() + scale_bytes + sum_bytes;
+    uint8_t* begin = memory.reserve(scale_bytes + sum_bytes + count * matrix.padded_inner);
+    rows.scales = reinterpret_cast<float*>(begin);
+    rows.block_sums = reinterpret_cast<int16_t*>(begin + scale_bytes);
+    rows.numbers = begin + scale_bytes + sum_bytes;
   }
 };
 
@@ -131,14 +125,6 @@ void float_task(void* data, size_t i) {
   const FloatCall& call = *job.call;
   const auto [row_begin, row_end, panel_begin, panel_end] = job.division.ranges(i);
   call.matrix->path->multiply_float({call.matrix, call.x, call.out, row_begin, row_end, panel_begin, panel_end});
-}
-
-// One task runs at once, without a way through the pool.
-void run_tasks(ParallelFor parallel_for, void* context, void (*task)(void*, size_t), size_t count, void* data) {
-  if (count == 1)
-    task(data, 0);
-  else
-    parallel_for(context, task, count, data);
 }
 
 }  // namespace

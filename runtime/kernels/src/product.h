@@ -10,6 +10,14 @@ namespace tformer {
 // Runs function(data, i) for each i below count, on any threads.
 using ParallelFor = void (*)(void* context, void (*function)(void* data, size_t i), size_t count, void* data);
 
+// One task runs at once, without a way through the pool.
+inline void run_tasks(ParallelFor parallel_for, void* context, void (*task)(void*, size_t), size_t count, void* data) {
+  if (count == 1)
+    task(data, 0);
+  else
+    parallel_for(context, task, count, data);
+}
+
 struct Call {
   const Matrix* matrix;
   RowScaling scaling;

@@ -214,6 +214,7 @@ AttentionResult attend_with(const AttentionCase& test, const std::string& path) 
   call.length = test.length, call.size = test.size, call.slots = test.slots, call.total = test.total;
   call.queries = test.queries.data(), call.query_stride = test.heads * test.size;
   const size_t width = test.groups * test.size;
+  call.positions = test.positions;
   call.keys = {test.keys.data(), test.positions * width, test.size, width};
   call.values = {test.values.data(), test.positions * width, test.size, width};
   call.last = test.last.data(), call.causal = test.causal, call.scale = 0.5f;
