@@ -10,6 +10,7 @@ from tformer_runtime.base.errors import InputError, OutOfMemoryError
 from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.errors import ApiError
+from tformer_serve.event_stream import all_of
 from tformer_serve.exchange import Exchange, on_body
 from tformer_serve.registry import ServedModel
 from tformer_serve.state import ServerState
@@ -62,10 +63,4 @@ async def results_of_inputs(
             except InputError as error:
                 raise ApiError(400, error.reason, "invalid_input", f"{field}[{index}]") from error
 
-    tasks = [asyncio.ensure_future(run_in_turn(index, input)) for index, input in enumerate(inputs)]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await all_of([run_in_turn(index, input) for index, input in enumerate(inputs)])

@@ -103,6 +103,17 @@ def _data(event: Event) -> bytes:
     return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
 
 
+async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all. The first error cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the values of several streams as they come, each with the number of its stream.
 

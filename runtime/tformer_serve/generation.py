@@ -5,12 +5,11 @@ Constraints have a size and are compiled in a thread of their own, and a request
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tformer_runtime.async_model import OpenRequest
 from tformer_runtime.base.errors import OptionError
@@ -18,7 +17,7 @@ from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
-from tformer_serve.event_stream import merged
+from tformer_serve.event_stream import all_of, merged
 from tformer_serve.exchange import Exchange, on_body, run_limited
 from tformer_serve.metrics import Metrics
 from tformer_serve.registry import ServedModel
@@ -111,7 +110,7 @@ async def results_of(
             return result
 
     with state.admission.more_places(len(inputs) - 1):
-        return await _all_of([result_of(input) for input in inputs])
+        return await all_of([result_of(input) for input in inputs])
 
 
 async def pieces_of(
@@ -134,17 +133,6 @@ async def pieces_of(
         async with contextlib.aclosing(merged([pieces(input) for input in inputs])) as all_pieces:
             async for numbered in all_pieces:
                 yield numbered
-
-
-async def _all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. The first error cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _checked_settings(served: ServedModel, options: GenerationOptions) -> Settings:

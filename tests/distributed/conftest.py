@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from support.ray_clusters import ray_cluster
 from support.toy_models import Toy
-from support.toy_tasks import WORDS, write
-
-from tformer_runtime.format import manifest as m
+from support.toy_tasks import TEXT_TASKS, write
 
 
 @pytest.fixture(scope="session")
@@ -20,20 +18,6 @@ def cluster():
 def files(tmp_path_factory):
     """Return kind → model file. "letters" generates letters from letters."""
     folder = tmp_path_factory.mktemp("models")
-    spans = m.OutputMeaning(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))
-    mask = m.OutputMeaning(settings={"mask": WORDS.index("old")})
-    kinds = {
-        "vector": {},
-        "states": {},
-        "places": {},
-        "scores": {},
-        "spans": {"output": "states", "task": "token-classification", "output_meaning": spans},
-        "answers": {
-            "output": "places",
-            "task": "question-answering",
-            "output_meaning": m.OutputMeaning(settings={"first": 1}),
-        },
-        "masks": {"output": "states", "task": "fill-mask", "output_meaning": mask},
-    }
-    paths = {name: write(folder / f"{name}.onnx", **{"output": name, **how}) for name, how in kinds.items()}
+    kinds = {**TEXT_TASKS, "places": {"output": "places"}}
+    paths = {name: write(folder / f"{name}.onnx", **how) for name, how in kinds.items()}
     return {**paths, "letters": Toy(seed=27).write(folder / "letters.onnx")}

@@ -12,30 +12,13 @@ from onnx import helper as h
 from PIL import Image
 
 from support.small_graphs import model_of
-from support.toy_tasks import EMBEDDING, MAX_INPUT_TOKENS, TYPES, WORDS, words, write
+from support.toy_tasks import EMBEDDING, MAX_INPUT_TOKENS, TEXT_TASKS, TYPES, WORDS, words, write
 from tformer_runtime.format import manifest as m
 from tformer_runtime.preprocess.audio import AudioPreprocessor
 from tformer_runtime.preprocess.images import ImagePreprocessor
 
 RATE, STRIDE, KERNEL = 16000, 320, 400
 LETTERS = ("<blank>", "|", *"ETAONI")
-SPANS = m.OutputMeaning(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))
-TEXT_TASKS = {
-    "vector": {"output": "vector"},
-    "states": {"output": "states"},
-    "scores": {"output": "scores"},
-    "spans": {"output": "states", "task": "token-classification", "output_meaning": SPANS},
-    "answers": {
-        "output": "places",
-        "task": "question-answering",
-        "output_meaning": m.OutputMeaning(settings={"first": 1}),
-    },
-    "masks": {
-        "output": "states",
-        "task": "fill-mask",
-        "output_meaning": m.OutputMeaning(settings={"mask": WORDS.index("old")}),
-    },
-}
 
 
 def write_tasks(folder: Path) -> dict[str, Path]:

@@ -24,6 +24,24 @@ _random = np.random.default_rng(4)
 EMBEDDING = _random.standard_normal((len(WORDS), WIDTH)).astype(np.float32)
 TYPES = _random.standard_normal((2, WIDTH)).astype(np.float32)
 HEAD = _random.standard_normal((WIDTH, len(LABELS))).astype(np.float32)
+SPANS = m.OutputMeaning(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))
+# Task → arguments of `write`
+TEXT_TASKS: dict[str, dict[str, Any]] = {
+    "vector": {"output": "vector"},
+    "states": {"output": "states"},
+    "scores": {"output": "scores"},
+    "spans": {"output": "states", "task": "token-classification", "output_meaning": SPANS},
+    "answers": {
+        "output": "places",
+        "task": "question-answering",
+        "output_meaning": m.OutputMeaning(settings={"first": 1}),
+    },
+    "masks": {
+        "output": "states",
+        "task": "fill-mask",
+        "output_meaning": m.OutputMeaning(settings={"mask": WORDS.index("old")}),
+    },
+}
 
 
 def words() -> Tokenizer:

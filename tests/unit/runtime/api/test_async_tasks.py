@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.toy_models import END_ID, Toy, assert_alike
-from support.toy_tasks import WORDS, write
+from support.toy_tasks import TEXT_TASKS, write
 
 from tformer_runtime import (
     AsyncModel,
@@ -27,7 +27,6 @@ from tformer_runtime import (
     UnsupportedCallError,
 )
 from tformer_runtime.decoding.batch_queue import BatchQueue
-from tformer_runtime.format import manifest as m
 from tformer_runtime.tasks import given_tokens
 
 HANG = 120  # seconds, of a machine under any load
@@ -38,25 +37,8 @@ LONG_OPTIONS = {"suppress_tokens": [END_ID], "max_new_tokens": 20}
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    spans = m.OutputMeaning(("O", "B-A", "I-A", "B-B", "I-B", "I-C"))
-    kinds = {
-        "vector": {},
-        "states": {},
-        "scores": {},
-        "spans": {"output": "states", "task": "token-classification", "output_meaning": spans},
-        "answers": {
-            "output": "places",
-            "task": "question-answering",
-            "output_meaning": m.OutputMeaning(settings={"first": 1}),
-        },
-        "masks": {
-            "output": "states",
-            "task": "fill-mask",
-            "output_meaning": m.OutputMeaning(settings={"mask": WORDS.index("old")}),
-        },
-        "one length": {"output": "vector", "ragged": False},
-    }
-    paths = {name: write(folder / f"{name}.onnx", **{"output": name, **how}) for name, how in kinds.items()}
+    kinds = {**TEXT_TASKS, "one length": {"output": "vector", "ragged": False}}
+    paths = {name: write(folder / f"{name}.onnx", **how) for name, how in kinds.items()}
     return {**paths, "toy": Toy(seed=27, extras=True).write(folder / "toy.onnx")}
 
 
