@@ -33,17 +33,17 @@ _CONTEXT_DEFAULTS: dict[str, Attribute | None] = {"num_heads": None, "scale": No
 
 
 def find_attention(
-    graph: Graph, node: Node, files: WeightFiles, model_inputs: set[str], domain: str, path: int
+    graph: Graph, node: Node, read: set[str], files: WeightFiles, model_inputs: set[str], domain: str, path: int
 ) -> Node | None:
     """Return the native operator of an attention; None for nodes that the kernels do not compute.
 
-    model_inputs: names of weights that a caller may replace. domain: of the new node. path: the place of the kernels'
-        path in the library.
+    read: names of the values that the graph reads. model_inputs: names of weights that a caller may replace.
+    domain: of the new node. path: the place of the kernels' path in the library.
     """
     if node.domain != CONTRIB:
         return None
     if node.op_type == ATTENTION:
-        return _over_a_cache(graph, node, files, model_inputs, domain, path)
+        return _over_a_cache(graph, node, read, files, model_inputs, domain, path)
     return _over_a_context(node, domain, path) if node.op_type == CONTEXT_ATTENTION else None
 
 
@@ -60,7 +60,7 @@ def _over_a_context(node: Node, domain: str, path: int) -> Node | None:
 
 
 def _over_a_cache(
-    graph: Graph, node: Node, files: WeightFiles, model_inputs: set[str], domain: str, path: int
+    graph: Graph, node: Node, read: set[str], files: WeightFiles, model_inputs: set[str], domain: str, path: int
 ) -> Node | None:
     settings = _settings(node, _DEFAULTS)
     inputs = [*node.inputs, *[""] * (INPUTS - len(node.inputs))]
@@ -75,7 +75,7 @@ def _over_a_cache(
         if len(outputs) != OUTPUTS or not all(outputs):
             return None
     else:
-        if inputs[COSINES] or not graph.names_read().isdisjoint(outputs[1:]):
+        if inputs[COSINES] or not read.isdisjoint(outputs[1:]):
             return None
         outputs = outputs[:1]
     if inputs[SINK] and inputs[SINK] not in model_inputs and _is_nothing(graph, inputs[SINK], files):

@@ -130,11 +130,11 @@ class _Replacement:
 
     def replace_attentions(self, graph: Graph) -> int:
         """Replace the attentions of one graph, without its branches, and return their number."""
-        if self.attention_path is None:
+        if self.attention_path is None or not any(n.op_type in (ATTENTION, CONTEXT_ATTENTION) for n in graph.nodes):
             return 0
-        count = 0
+        count, read = 0, graph.names_read()
         for i, node in enumerate(graph.nodes):
-            new = find_attention(graph, node, self.files, self.inputs, DOMAIN, self.attention_path)
+            new = find_attention(graph, node, read, self.files, self.inputs, DOMAIN, self.attention_path)
             if new is not None:
                 graph.nodes[i], count = new, count + 1
         graph.index()
