@@ -1,12 +1,14 @@
-"""Decoding on a GPU at batch 1: tformer, transformers with a static cache and torch.compile, and the floor of memory.
+"""Decoding on a GPU: tformer, transformers with a static cache and torch.compile, and the floor of memory.
 
-    python tests/benchmarks/gpu.py [--size 1.1B|60M] [--precision fp16|bf16] [--out results.json] [--model FILE.onnx]
+    python tests/benchmarks/gpu.py [--size 1.1B|60M] [--precision fp16|bf16] [--rows 1,32] [--out results.json]
+                                   [--model FILE.onnx]
 
 The model has the shape of a Llama of that size and random weights, so nothing is downloaded. A step must read the cache
 and every weight once, except the rows of the embedding that it does not look up. The floor is the time for these bytes
-at the speed of a copy on the device. tformer is timed as `Model.generate`, as `Engine.step_one_token` without the code
-around a step, and as sampling, from top logits and from whole rows. Each time is the difference of a long and a short
-run over the tokens between them, the median of `--repeats`, after a run that captures and compiles.
+at the speed of a copy on the device. tformer is timed as `Model.generate_batch`, as `Engine.step_one_token` without the
+code around a step, and as sampling, from top logits and from whole rows. All rows of a batch have prompts of the same
+length. Each time is the difference of a long and a short run over the steps between them, the median of `--repeats`,
+after a run that captures and compiles.
 """
 
 from __future__ import annotations
@@ -87,8 +89,8 @@ def bandwidth() -> float:
     return 2 * COPIED / min(times)
 
 
-def read_by_a_step(size: str, width: int) -> int:
-    """Return the bytes of weights and cache that a step in the middle of the measured lengths reads.
+def read_by_a_step(size: str, width: int, rows: int) -> int:
+    """Return the bytes of weights and caches that a step in the middle of the measured lengths reads.
 
     width: bytes of a number.
     """
@@ -98,65 +100,69 @@ def read_by_a_step(size: str, width: int) -> int:
     layer = 2 * hidden * hidden + 2 * hidden * cached + 3 * hidden * shape["intermediate_size"] + 2 * hidden
     weights = layers * layer + shape["vocab_size"] * hidden
     positions = PROMPT + (SHORT + LONG) // 2
-    return (weights + layers * 2 * cached * positions) * width
+    return (weights + rows * layers * 2 * cached * positions) * width
 
 
-def per_token(run: Callable[[int], object], repeats: int) -> float:
-    """Return seconds per token. run: generates a number of tokens."""
+def per_step(run: Callable[[int], object], repeats: int) -> float:
+    """Return seconds per step. run: generates a number of tokens in each row."""
     for count in (LONG, SHORT):
         run(count)  # captures, compiles
-    per_token_seconds = []
+    seconds = []
     for _ in range(repeats):
         begin = time.perf_counter()
         run(SHORT)
         middle = time.perf_counter()
         run(LONG)
-        per_token_seconds.append((time.perf_counter() - 2 * middle + begin) / (LONG - SHORT))
-    return statistics.median(per_token_seconds)
+        seconds.append((time.perf_counter() - 2 * middle + begin) / (LONG - SHORT))
+    return statistics.median(seconds)
 
 
-def ours(path: Path, repeats: int) -> dict[str, Any]:
-    model, prompt = Model.load(path, device="cuda"), np.arange(5, 5 + PROMPT)
-    engine = model.engine
+def prompts(rows: int) -> np.ndarray:
+    return np.arange(5, 5 + PROMPT) + 7 * np.arange(rows)[:, None]
+
+
+def time_tformer(model: Model, rows: int, repeats: int) -> dict[str, float]:
+    engine, ids = model.engine, prompts(rows)
 
     def steps(count: int) -> None:
-        state = engine.start(None, 1)
-        tokens = engine.step(state, prompt[None]).argmax(-1)[:, None]
+        state = engine.start(None, rows)
+        tokens = engine.step(state, ids).argmax(-1)[:, None]
         for _ in range(count):
             chosen = engine.step_one_token(state, tokens)
             tokens = chosen.argmax(-1)[:, None] if isinstance(chosen, np.ndarray) else chosen.tokens[:, None]
         state.release()
 
-    def sampled(count: int) -> None:
-        model.generate(prompt, max_new_tokens=count, **SAMPLING)
+    def generate(count: int, **options: Any) -> None:
+        for result in model.generate_batch(list(ids), max_new_tokens=count, batch_size=rows, **options):
+            assert len(result.token_ids) == count
+
+    def sample(count: int) -> None:
+        generate(count, **SAMPLING)
 
     results = {
-        "captured": engine.session.captures_graphs,
-        "generate": per_token(lambda count: model.generate(prompt, max_new_tokens=count), repeats),
-        "steps": per_token(steps, repeats),
-        "sampled": per_token(sampled, repeats),
+        "generate": per_step(generate, repeats),
+        "steps": per_step(steps, repeats),
+        "sampled": per_step(sample, repeats),
     }
     of_few, Sampler.draws_from_few = Sampler.draws_from_few, property(lambda sampler: False)  # type: ignore[method-assign]
     try:
-        return {**results, "sampled from whole rows": per_token(sampled, repeats)}
+        return {**results, "sampled from whole rows": per_step(sample, repeats)}
     finally:
         Sampler.draws_from_few = of_few  # type: ignore[method-assign]
 
 
-def theirs(size: str, repeats: int, precision: str) -> dict[str, float]:
+def time_transformers(module: Any, rows: int, repeats: int) -> dict[str, float]:
     """Return the time of transformers' generate with a static cache and a forward compiled for CUDA graphs."""
-    module = build(size).to("cuda", HALVES[precision])
-    module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
-    ids = torch.arange(5, 5 + PROMPT, device="cuda")[None]
+    ids = torch.from_numpy(prompts(rows)).to("cuda")
 
-    def run(count: int, **asked: Any) -> None:
-        module.generate(ids, cache_implementation="static", min_new_tokens=count, max_new_tokens=count, **asked)
+    def run(count: int, **options: Any) -> None:
+        module.generate(ids, cache_implementation="static", min_new_tokens=count, max_new_tokens=count, **options)
         torch.cuda.synchronize()
 
     way = {name: value for name, value in SAMPLING.items() if name != "seed"}
     return {
-        "generate": per_token(lambda count: run(count, do_sample=False), repeats),
-        "sampled": per_token(lambda count: run(count, do_sample=True, **way), repeats),
+        "generate": per_step(lambda count: run(count, do_sample=False), repeats),
+        "sampled": per_step(lambda count: run(count, do_sample=True, **way), repeats),
     }
 
 
@@ -164,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.1B")
     parser.add_argument("--precision", choices=HALVES, default="fp16")
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 32])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--model", type=Path, help="A file that was exported before, of the same size.")
     parser.add_argument("--out", type=Path)
@@ -172,7 +179,6 @@ def main() -> None:
     if missing:
         sys.exit(f"gpu.py: there is nothing to measure on: {missing}")
     copied = bandwidth()
-    floor = read_by_a_step(options.size, 2) / copied
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or Path(folder) / "model.onnx"
         if options.model is None:
@@ -180,26 +186,38 @@ def main() -> None:
                 build(options.size), path, target="cuda", precision=options.precision, max_length=MAX_LENGTH
             )
             print(f"exported: {dict(report.rows())['parity']}", file=sys.stderr)
-        figures = ours(path, options.repeats)
-    rows: dict[str, float] = {"floor": floor}
-    rows |= {f"ours, {what}": seconds for what, seconds in figures.items() if what != "captured"}
+        model = Model.load(path, device="cuda")
+        captured = model.engine.session.captures_graphs
+        ours = {}
+        for rows in options.rows:
+            ours[rows] = time_tformer(model, rows, options.repeats)
+            print(f"{rows} rows: {ours[rows]}", file=sys.stderr, flush=True)
+        model.close()
+    theirs: dict[int, dict[str, float]] = {}
     if torch.cuda.is_available():
-        for what, seconds in theirs(options.size, options.repeats, options.precision).items():
-            rows[f"transformers, static, compiled, {what}"] = seconds
+        module = build(options.size).to("cuda", HALVES[options.precision])
+        module.forward = torch.compile(module.forward, mode="reduce-overhead", fullgraph=True)
+        theirs = {rows: time_transformers(module, rows, options.repeats) for rows in options.rows}
     else:
         print("transformers is not measured: this PyTorch is built without CUDA", file=sys.stderr)
-    print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if figures['captured'] else 'NOT captured'}")
-    print(f"{'':45}{'ms a token':>12}{'of the floor':>14}{'× as fast as transformers':>28}")
-    for name, seconds in rows.items():
-        other = rows.get(f"transformers, static, compiled, {'sampled' if 'sampled' in name else 'generate'}", math.nan)
-        print(f"{name:45}{seconds * 1e3:12.3f}{floor / seconds:13.0%} {other / seconds:27.2f}")
+    print(f"{copied / 1e12:.2f} TB/s copied, CUDA graphs {'captured' if captured else 'NOT captured'}")
+    print(f"{'':50}{'ms a step':>12}{'of the floor':>14}{'× as fast as transformers':>28}")
+    result: dict[str, Any] = {}
+    for rows in options.rows:
+        floor = read_by_a_step(options.size, 2, rows) / copied
+        times = {"floor": floor} | {f"tformer, {what}": seconds for what, seconds in ours[rows].items()}
+        times |= {f"transformers, static, compiled, {what}": s for what, s in theirs.get(rows, {}).items()}
+        for name, seconds in times.items():
+            other = theirs.get(rows, {}).get("sampled" if "sampled" in name else "generate", math.nan)
+            print(f"{f'{rows} rows: {name}':50}{seconds * 1e3:12.3f}{floor / seconds:13.0%} {other / seconds:27.2f}")
+        result[str(rows)] = times
     if options.out:
-        result = {
-            "size": options.size, "precision": options.precision, "bandwidth": copied, "seconds": rows,
-            "captured": figures["captured"], "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
+        figures = {
+            "size": options.size, "precision": options.precision, "bandwidth": copied, "seconds": result,
+            "captured": captured, "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
             "transformers": transformers.__version__,
         }  # fmt: skip
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
