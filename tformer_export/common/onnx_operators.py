@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Axes = int | tuple[int, ...]
 HEAD_MULTIPLE = 8  # GroupQueryAttention takes head sizes that are multiples of this
+LEAST_HALF_BIAS = -60000.0  # float16 holds it, and its sum with a score
 
 
 def plain_attention(
@@ -168,6 +169,38 @@ def whole_attention(
     if _looks_at_itself(query, key, value):
         return _of_itself(query, key, value, bias, scale, softcap)
     return multi_head_attention(query, key, value, bias, scale, softcap)
+
+
+def self_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Call MultiHeadAttention where positions attend to their own sequence under a mask; else as `plain_attention`.
+
+    A bias that is not a mask stays with `plain_attention`, which adds it in float32: half precision would round it.
+    """
+    is_masked = bias is None or bias.dtype == torch.bool
+    if softcap or not is_masked or not _looks_at_itself(query, key, value):
+        return plain_attention(query, key, value, bias, scale, softcap)
+    inputs: list[Any] = [_rows(x) for x in (query, key, value)]
+    if bias is not None:
+        bias = torch.where(bias, 0.0, LEAST_HALF_BIAS)
+        bias = bias[(None,) * (4 - bias.dim())]
+        inputs += [None, None, bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])]
+    heads = query.shape[1]
+    out = onnx_ops.symbolic(
+        "com.microsoft::MultiHeadAttention",
+        inputs,
+        {"num_heads": heads, "scale": scale},
+        dtype=query.dtype,
+        shape=inputs[0].shape,
+        version=1,
+    )
+    return _heads(out, heads)
 
 
 def _looks_at_itself(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -107,6 +107,8 @@ class Target:
 
     def _attention_operator(self) -> Callable[..., torch.Tensor]:
         """Return the operator of attention over given keys and values."""
+        if self.name == "cuda" and self.half and self.whole:
+            return onnx_operators.self_attention
         if self.name != "cpu":
             return onnx_operators.plain_attention
         return onnx_operators.whole_attention if self.whole else onnx_operators.multi_head_attention

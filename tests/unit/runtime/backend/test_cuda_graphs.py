@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -35,6 +36,13 @@ TOYS = {
     "bfloat16": Toy(seed=8, layers=2, half=True),
 }
 toys = pytest.mark.parametrize("name", TOYS)
+# CUDA has no GroupQueryAttention in float32, and onnxruntime captures no file that has a node on the CPU.
+GPU_TOYS = {
+    "encoder-decoder": replace(TOYS["encoder-decoder"], attention="scatter"),
+    "decoder-only": replace(TOYS["decoder-only"], attention="scatter"),
+    "shared": replace(TOYS["shared"], attention="scatter"),
+}
+on_gpu = pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
 
 
 class Apart(Session):
@@ -239,11 +247,13 @@ def test_greedy_token_is_chosen_on_the_device_and_fed_from_there(files, name):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
 
 
+WIDE = Toy(seed=7, encoder=False, vocabulary=900, tokenizer=False, end=(), sharpness=6.0)
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """Return a file with a vocabulary larger than the top logits."""
-    toy = Toy(seed=7, encoder=False, vocabulary=900, tokenizer=False, end=(), sharpness=6.0)
-    return toy.write(tmp_path_factory.mktemp("wide") / "wide.onnx")
+    return WIDE.write(tmp_path_factory.mktemp("wide") / "wide.onnx")
 
 
 class Counted:
@@ -346,10 +356,11 @@ def test_batch_of_greedy_sampled_and_ruled_rows_equals_each_row_alone(wide, monk
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
+@on_gpu
 @pytest.mark.parametrize("options", [{"top_k": 40}, {"temperature": 0.6, "top_p": 0.9}, {"min_p": 0.05}])
-def test_samples_on_a_gpu_equal_samples_from_whole_rows(wide, monkeypatch, options):
-    model, inputs = Model(Engine(wide, "cuda")), rows_of(8, (4, 9, 2, 6, 3), 900)
+def test_samples_on_a_gpu_equal_samples_from_whole_rows(tmp_path, monkeypatch, options):
+    path = replace(WIDE, attention="scatter").write(tmp_path / "wide.onnx")
+    model, inputs = Model(Engine(path, "cuda")), rows_of(8, (4, 9, 2, 6, 3), 900)
 
     def generated():
         return [r.token_ids for r in model.generate_batch(inputs, max_new_tokens=24, seed=5, **options)]
@@ -363,13 +374,14 @@ def test_samples_on_a_gpu_equal_samples_from_whole_rows(wide, monkeypatch, optio
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(find_missing_cuda() is not None, reason=f"no CUDA here: {find_missing_cuda()}")
-@toys
-def test_captured_graphs_on_a_gpu_equal_the_cpu(files, name):
-    engine = Engine(files[name], "cuda")
+@on_gpu
+@pytest.mark.parametrize("name", GPU_TOYS)
+def test_captured_graphs_on_a_gpu_equal_the_cpu(tmp_path, name):
+    path = GPU_TOYS[name].write(tmp_path / "model.onnx")
+    engine = Engine(path, "cuda")
     assert engine.session.captures_graphs
     sources, prompts = rows_of(1, (7, 2, 5)), rows_of(2, (9, 1, 14))
-    expected, _ = steps(Engine(files[name], "cpu"), sources, prompts, 40)
+    expected, _ = steps(Engine(path, "cpu"), sources, prompts, 40)
     for _ in range(2):  # captured, then replayed
         actual, calls = steps(engine, sources, prompts, 40)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-3 * np.ptp(expected))  # TF32 has 10 bits
