@@ -32,6 +32,7 @@ from tformer_export.passes import (
     remove_unused,
     rms_norm,
     shared_encoder_context,
+    skip_norm,
     strip_debug_info,
     tie_embeddings,
     transposed_matmul,
@@ -107,6 +108,8 @@ PASSES = (
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # Before the pass that removes the shapes of results. For a CPU there is no gain.
+    Pass("skip_norm", _without_settings(skip_norm.run), lambda settings: settings.target == "cuda"),
     Pass("strip_debug_info", _without_settings(strip_debug_info.run), portable=True),
     Pass(
         "full_score_attention",

@@ -1,6 +1,7 @@
 """Remove reshapes that do nothing: one after another, or to the shape that the value already has.
 
-The head splits around an attention operator that takes merged heads cancel out in this way.
+The head splits around an attention operator that takes merged heads cancel out in this way. Between them torch.onnx may
+leave an Identity, where two transpositions have cancelled out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import onnx_ir as ir
 def run(model: ir.Model) -> int:
     """Remove the reshapes in place, and return how many there were. Linear in the number of nodes."""
     removed = 0
+    for node in list(model.graph.all_nodes()):
+        source = node.inputs[0] if node.op_type == "Identity" else None
+        if source is not None and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(source)
     for node in list(model.graph.all_nodes()):
         if node.op_type != "Reshape":
             continue

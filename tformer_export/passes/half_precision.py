@@ -298,7 +298,12 @@ class _Halving:
         return value in self.kinds or (value.const_value is not None and value.const_value.dtype == _FLOAT)
 
     def _is_float_output(self, value: ir.Value, node: ir.Node, has_float_operands: bool) -> bool:
-        """Return whether an output of a node is a float: by its type, or by the operands if it has no type."""
+        """Return whether an output of a node is a float: by its type, or by the operands if it has no type.
+
+        An output without a name is one that the node does not compute.
+        """
+        if not value.name:
+            return False
         attribute = node.attributes.get("value")
         if attribute is not None and attribute.type == ir.AttributeType.TENSOR:
             return attribute.as_tensor().dtype == _FLOAT
