@@ -40,7 +40,7 @@ def _join(graph: ir.Graph, norm: ir.Node) -> bool:
         return False
     if not all(is_float_weight(weight, 1) for weight in weights) or not _have_one_shape(residual_sum):
         return False
-    branch, skip, bias = _split_bias(residual_sum)
+    branch, skip, bias, bias_sum = _split_bias(residual_sum)
     epsilon = norm.attributes.get("epsilon")
     inputs = [branch, skip, *weights, *([None] * (norm.op_type == "LayerNormalization" and len(weights) == 1)), bias]
     has_other_readers = only_user(total) is None
@@ -60,12 +60,9 @@ def _join(graph: ir.Graph, norm: ir.Node) -> bool:
     graph.remove(norm, safe=True)
     if has_other_readers:
         replace_value(total, joined.outputs[3])
-    summands = residual_sum.inputs
     graph.remove(residual_sum, safe=True)
-    for value in summands:
-        biased = value.producer() if value is not None else None
-        if biased is not None and bias is not None and bias in biased.inputs:
-            graph.remove(biased, safe=True)
+    if bias_sum is not None:
+        graph.remove(bias_sum, safe=True)
     return True
 
 
@@ -79,13 +76,15 @@ def _have_one_shape(residual_sum: ir.Node) -> bool:
     return shapes[0] == shapes[1] and len(shapes[0]) == RANK and None not in shapes[0]
 
 
-def _split_bias(residual_sum: ir.Node) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None]:
-    """Return the summands with the bias of one of them apart: branch, skip, bias."""
+def _split_bias(
+    residual_sum: ir.Node,
+) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None, ir.Node | None]:
+    """Return the summands with the bias of one of them apart: branch, skip, bias, and the sum that adds the bias."""
     one, other = residual_sum.inputs
     for branch, skip in ((one, other), (other, one)):
         biased = branch.producer() if branch is not None else None
         if branch is not None and biased is not None and biased.op_type == "Add" and only_user(branch) is not None:
             for value, bias in (biased.inputs, biased.inputs[::-1]):
                 if value is not None and value.const_value is None and is_float_weight(bias, 1):
-                    return value, skip, bias
-    return one, other, None
+                    return value, skip, bias, biased
+    return one, other, None, None

@@ -11,6 +11,7 @@ tokens. From these the host draws the same token as from the whole row, or detec
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ TOP_VALUES = "values"
 TOP_TOKENS = "tokens"
 TOTAL_WEIGHT = "weight"
 
+MIN_PART, MAX_PART = 64, 2048  # sizes of parts of a row of logits: CUDA's TopK sorts up to 2048 numbers in one block
+
 _IR_VERSION, _OPSET_VERSION = 10, 21
 
 
@@ -83,11 +86,13 @@ def add_greedy_choice(model: bytes, decode: DecodeStage) -> bytes:
         _tensor("next/axis", DATA_TYPE_INT64, (1,), struct.pack("<q", -1)),
         _tensor("next/first", DATA_TYPE_INT64, (), struct.pack("<q", 0)),
         _tensor("next/one", DATA_TYPE_INT64, (), struct.pack("<q", 1)),
-        _node("ArgMax", [logits], "next/best", axis=-1, keepdims=0),
+        *_find_likeliest(logits, int(decode.logits.shape[-1])),
+        _node("Squeeze", ["next/best.index", "next/axis"], "next/best"),
         _node("Cast", ["next/best"], token, to=token_type),
-        _node("ReduceMax", [logits, "next/axis"], "next/top", keepdims=0),
-        _node("ReduceLogSumExp", [logits, "next/axis"], "next/total", keepdims=0),
-        _node("Sub", ["next/top", "next/total"], NEXT_LOGPROB),
+        _node("Softmax", [logits], "next/probabilities", axis=-1),
+        _node("GatherElements", ["next/probabilities", "next/best.index"], "next/probability", axis=-1),
+        _node("Squeeze", ["next/probability", "next/axis"], "next/probability.row"),
+        _node("Log", ["next/probability.row"], NEXT_LOGPROB),
         # 1, computed from the logits: before they exist, other nodes read the buffers that these outputs overwrite.
         _node("Sub", ["next/best", "next/best"], "next/zeros"),
         _node("Add", ["next/zeros", "next/one"], "next/ones"),
@@ -114,6 +119,46 @@ def add_greedy_choice(model: bytes, decode: DecodeStage) -> bytes:
     return model + bytes_field(MODEL_GRAPH, b"".join(parts))
 
 
+def _find_likeliest(logits: str, vocabulary: int) -> list[bytes]:
+    """Return nodes that find the index of the greatest logit of each row, the first of several: next/best.index.
+
+    On CUDA, reductions of few long rows (ArgMax, ReduceMax, ReduceLogSumExp) take milliseconds, and TopK of a long row
+    takes one multiprocessor. TopK of many short rows is fast, so that a long row is first cut into parts.
+    """
+    nodes = [_tensor("next/k", DATA_TYPE_INT64, (1,), struct.pack("<q", 1))]
+    if vocabulary <= MAX_PART:
+        return [*nodes, _node("TopK", [logits, "next/k"], "next/best.value", "next/best.index", axis=-1)]
+    size = _part_size(vocabulary)
+    padding = -vocabulary % size
+    if padding:
+        pads = struct.pack("<6q", 0, 0, 0, 0, 0, padding)
+        nodes += [
+            _tensor("next/pads", DATA_TYPE_INT64, (6,), pads),
+            _tensor("next/least", DATA_TYPE_FLOAT, (), struct.pack("<f", -math.inf)),
+            _node("Pad", [logits, "next/pads", "next/least"], "next/padded"),
+        ]
+    parts_shape = struct.pack("<4q", 0, 0, (vocabulary + padding) // size, size)
+    return [
+        *nodes,
+        _tensor("next/parts.shape", DATA_TYPE_INT64, (4,), parts_shape),
+        _tensor("next/size", DATA_TYPE_INT64, (), struct.pack("<q", size)),
+        _node("Reshape", ["next/padded" if padding else logits, "next/parts.shape"], "next/parts"),
+        _node("TopK", ["next/parts", "next/k"], "next/part.values", "next/part.indices", axis=-1),
+        _node("Squeeze", ["next/part.values", "next/axis"], "next/part.value"),
+        _node("Squeeze", ["next/part.indices", "next/axis"], "next/part.index"),
+        _node("TopK", ["next/part.value", "next/k"], "next/best.value", "next/best.part", axis=-1),
+        _node("GatherElements", ["next/part.index", "next/best.part"], "next/best.offset", axis=-1),
+        _node("Mul", ["next/best.part", "next/size"], "next/best.begin"),
+        _node("Add", ["next/best.begin", "next/best.offset"], "next/best.index"),
+    ]
+
+
+def _part_size(vocabulary: int) -> int:
+    """Return the size of the parts of a row: the greatest that divides it and is not small, else a round number."""
+    sizes = (size for size in range(MAX_PART, MIN_PART - 1, -1) if vocabulary % size == 0)
+    return next(sizes, MAX_PART // 2)
+
+
 def top_logits_model(vocabulary: int) -> bytes:
     """Return the model that `TopLogitsFinder` runs.
 
@@ -122,14 +167,17 @@ def top_logits_model(vocabulary: int) -> bytes:
     """
     graph = [
         bytes_field(GRAPH_NAME, b"top logits"),
-        _tensor("axis", DATA_TYPE_INT64, (1,), struct.pack("<q", -1)),
+        _tensor("first", DATA_TYPE_INT64, (1,), struct.pack("<q", 0)),
         _tensor("count", DATA_TYPE_INT64, (1,), struct.pack("<q", min(TOP_LOGITS_COUNT, vocabulary))),
         _node("TopK", [LOGITS_INPUT, "count"], TOP_VALUES, TOP_TOKENS, axis=-1),
-        _node("ReduceMax", [LOGITS_INPUT, "axis"], "greatest"),
+        # The probability of the greatest logit is 1 / Σ exp((logit - greatest) / temperature).
+        _node("Gather", [TOP_VALUES, "first"], "greatest", axis=2),
+        _node("Gather", [TOP_TOKENS, "first"], "likeliest", axis=2),
         _node("Sub", [LOGITS_INPUT, "greatest"], "less"),
         _node("Div", ["less", TEMPERATURES_INPUT], "scores"),
-        _node("Exp", ["scores"], "weights"),
-        _node("ReduceSum", ["weights", "axis"], TOTAL_WEIGHT),
+        _node("Softmax", ["scores"], "probabilities", axis=-1),
+        _node("GatherElements", ["probabilities", "likeliest"], "probability", axis=-1),
+        _node("Reciprocal", ["probability"], TOTAL_WEIGHT),
         _input(LOGITS_INPUT, DATA_TYPE_FLOAT),
         _input(TEMPERATURES_INPUT, DATA_TYPE_FLOAT),
         _output(TOP_VALUES, DATA_TYPE_FLOAT),

@@ -71,6 +71,18 @@ def test_sum_that_repeats_rows_is_not_joined(norm):
     assert joined == 0
 
 
+def test_bias_that_is_also_a_weight_of_the_norm_before_stays():
+    """Zeros of several parameters are stored once, so that a bias may be the shift of another norm."""
+    proto = residual_model("LayerNormalization", reads_sum=False)
+    proto.graph.input[1].name = "embedded"
+    norm = helper.make_node("LayerNormalization", ["embedded", "gain", "bias"], ["skip"], epsilon=1e-4)
+    proto.graph.node.insert(0, norm)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    assert skip_norm.run(model) == 1
+    kinds = [node.op_type for node in ir.to_proto(model).graph.node]
+    assert kinds == ["LayerNormalization", "MatMul", "SkipLayerNormalization"]
+
+
 def test_norm_over_several_axes_is_not_joined():
     proto = residual_model("RMSNormalization")
     (norm,) = [node for node in proto.graph.node if node.op_type == "RMSNormalization"]
