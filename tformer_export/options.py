@@ -228,6 +228,14 @@ class ExportOptions:
         flag=ADAPTERS_FLAG,
         metavar="FOLDER ...",
     )
+    golden: str | os.PathLike[str] | None = option(
+        None,
+        "Write seeded requests and their results to this file, by which a runtime in another language proves that it "
+        "reads the model right.",
+        "file",
+        flag="--golden",
+        metavar="OUT.json",
+    )
     tune: bool = option(
         False,
         "Measure on this machine which implementations of operators are the fastest, and use them in the file.",
@@ -363,4 +371,5 @@ def phases(options: ExportOptions) -> list[str]:
     names += ["half"] if options.half is not None else []
     names += ["calibrate", "search", "quantize", "measure"] if options.quantization.quantizes else []
     names += ["shortlist"] if options.shortlist is not None else []
+    names += ["golden"] if options.golden is not None else []
     return [*names, "write"]
