@@ -106,7 +106,8 @@ def export(
     The file (help texts: `tformer_export.options`, docs/options.md):
 
     quantization: "none", "int8", "int4" or "mixed", or a `Quantization` with scales, cache, calibration and budget.
-    target: "cpu", "cuda" or "portable". precision: "fp32", "fp16" or "bf16". optimize_for: "throughput" or "latency".
+    target: "cpu", "cuda", "web" or "portable". precision: "fp32", "fp16" or "bf16". optimize_for: "throughput" or
+        "latency".
     extra_outputs: attention weights and hidden states as outputs of the file.
     shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
         lines decode greedily as with all ids.
