@@ -474,6 +474,6 @@ class Manifest:
                 f"version {MANIFEST_VERSION}): export the model again"
             )
         if version == 8 and "devices" not in data:  # version 9 added them
-            devices = DEVICES_OF_TARGET.get(data.get("target"), ())
+            devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
             data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
         return read_typed(cls, data, "the file's tformer manifest is damaged")

@@ -30,6 +30,7 @@ FORMS = {
     "int8": ("int8", {}),
     "int4": ("int4", {}),
     "mixed": (Quantization("mixed", max_bits=6.0), {}),
+    "mixed for latency": (Quantization("mixed", max_bits=6.0), {"optimize_for": "latency"}),
     "int8 for latency": ("int8", {"optimize_for": "latency"}),
     "int4 for latency": ("int4", {"optimize_for": "latency"}),
     "portable": ("none", {"target": "portable"}),
