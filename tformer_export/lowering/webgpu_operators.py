@@ -37,7 +37,9 @@ _OPERATORS = {"": STANDARD, "ai.onnx": STANDARD, "com.microsoft": CONTRIB}
 def operators_without_kernel(model: ir.Model) -> list[str]:
     """Return the names of the operators of a model that have no WebGPU kernel, in alphabetical order.
 
-    Nodes over weights alone do not count: onnxruntime computes their results when it opens the file.
+    Three kinds of nodes do not count. onnxruntime computes the results of nodes over weights alone when it opens the
+    file, and removes an Identity. Whole numbers and booleans are ids, lengths and masks: few numbers, which onnxruntime
+    keeps on the CPU in part even where it has a kernel.
     """
     constants: set[ir.Value] = set()
     found = set()
@@ -46,8 +48,12 @@ def operators_without_kernel(model: ir.Model) -> list[str]:
         if all(value in constants or value.is_initializer() for value in inputs) and not _has_graph(node):
             constants.update(node.outputs)
         elif node.op_type not in _OPERATORS.get(node.domain, ()):
-            found.add(node.op_type)
+            found.update([node.op_type] if node.op_type != "Identity" and _gives_floats(node) else [])
     return sorted(found)
+
+
+def _gives_floats(node: ir.Node) -> bool:
+    return any(value.dtype is None or value.dtype.is_floating_point() for value in node.outputs)
 
 
 def _has_graph(node: ir.Node) -> bool:

@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from support.families import BY_NAME
 from torch import nn
 
 from tformer_export import Quantization, export
@@ -130,6 +131,18 @@ def test_file_has_operators_with_kernels_and_gives_the_results_of_its_source(fam
         for prompt in PROMPTS:
             result = model.generate(prompt, max_new_tokens=8)
             assert list(result.token_ids) == greedy(module, family, prompt, 8)
+
+
+def test_ids_and_masks_may_need_other_operators(tmp_path):
+    """The buckets of relative positions are whole numbers, which T5 bounds with Min and Max."""
+    family, path = BY_NAME["t5-eager"], tmp_path / "model.onnx"
+    export(family.module, path, target="web")
+    others = operators_at_run_time(path, tmp_path) - listed_operators() - {("", "Constant")}
+    assert {("", "Min"), ("", "Max")} <= others <= {("", "Min"), ("", "Max"), ("", "And")}
+    with Model.load(path) as model:
+        for source in ([5, 6, 7, 8, 2], [4, 2], [20, 11, 19, 2]):
+            result = model.generate(source, max_new_tokens=6)
+            assert list(result.token_ids) == family.greedy(np.array(source), 6)
 
 
 def greedy(module, family, prompt, count):
