@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from onnx import numpy_helper
 from support.served_tasks import write_tasks
-from support.toy_models import Toy
+from support.toy_models import Toy, with_manifest
 
 from tformer_export import export
 from tformer_export.golden_cli import command
@@ -154,6 +154,19 @@ def test_a_large_vocabulary_stays_below_two_megabytes(tmp_path):
     golden = golden_of(path, tmp_path)
     assert len(golden_bytes(golden)) < 2e6
     assert list(differences(golden, path)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-3),
+        ({"quantization": "int4"}, 1e-2),
+        ({"quantization": "int4", "target": "web", "devices": ("webgpu",)}, 1e-3),
+    ],
+)
+def test_tolerance_is_wider_for_files_that_round(files, tmp_path, changes, tolerance):
+    path = with_manifest(files["encoder-decoder"], tmp_path / "model.onnx", **changes)
+    assert make_golden(path)["tolerance"] == tolerance
 
 
 def test_golden_of_one_seed_is_always_the_same(files):
