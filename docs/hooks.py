@@ -16,6 +16,7 @@ COMMANDS = {
     "tformer-run": ("tformer_runtime.cli.main", "main"),
     "tformer-serve": ("tformer_serve.cli", "main"),
     "tformer-export": ("tformer_export.cli", "command"),
+    "tformer-golden": ("tformer_export.golden_cli", "command"),
     "tformer-train": ("tformer_models.cli", "main"),
 }
 

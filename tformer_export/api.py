@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tformer_export.build import build
-from tformer_export.common.atomic_output import check_writable
+from tformer_export.common.atomic_output import check_beside, check_writable
 from tformer_export.common.clock import PhaseClock, exits_refused, peak_memory, unexpected_errors
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
@@ -63,6 +63,7 @@ def export(
     shortlist: str | os.PathLike[str] | None = None,
     tune: bool = False,
     adapters: Adapters = (),
+    golden: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> ExportReport:
@@ -105,7 +106,8 @@ def export(
     The file (help texts: `tformer_export.options`, docs/options.md):
 
     quantization: "none", "int8", "int4" or "mixed", or a `Quantization` with scales, cache, calibration and budget.
-    target: "cpu", "cuda" or "portable". precision: "fp32", "fp16" or "bf16". optimize_for: "throughput" or "latency".
+    target: "cpu", "cuda", "web" or "portable". precision: "fp32", "fp16" or "bf16". optimize_for: "throughput" or
+        "latency".
     extra_outputs: attention weights and hidden states as outputs of the file.
     shortlist: a text file to learn from which ids belong to a source. Raises ParityError if fewer than 99.5 % of the
         lines decode greedily as with all ids.
@@ -113,7 +115,8 @@ def export(
         or of texts NAME=FOLDER, without NAME under the name of the folder. Each request chooses one by its name. The
         model is not changed.
     tune: measure on this machine which forms of operators are the fastest.
-    force: overwrite the file. progress: called with the name of each phase.
+    golden: a file for seeded requests and their results, by which another runtime proves itself (docs/golden.md).
+    force: overwrite the file, and the golden file. progress: called with the name of each phase.
 
     Raises a TformerError that explains the problem; then nothing is written. Takes seconds to minutes, by the number of
     operations, and memory of about four times the weights. While a model is captured, analysed and lowered, torch is
@@ -130,9 +133,12 @@ def export(
         shortlist=shortlist,
         tune=tune,
         adapters=adapters,
+        golden=golden,
     )
     out = Path(path)
     check_writable(out, force)
+    if golden is not None:
+        check_beside(Path(golden), out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
     overrides = SourceOverrides.of(

@@ -1,4 +1,4 @@
-"""One file, from a source to its place: compile → tune → verify → halve or quantise → shortlist → write.
+"""One file, from a source to its place: compile → tune → verify → halve or quantise → shortlist → golden → write.
 
 Each step takes the values of the steps before it and returns new ones. Nothing is assigned from outside.
 """
@@ -9,6 +9,7 @@ import functools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import onnx_ir as ir
 import torch
 
 from tformer_export.calibration.samples import check_lines, check_text_file
@@ -30,10 +31,12 @@ from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separa
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
 from tformer_export.verify.end_to_end import check_raw
+from tformer_export.verify.golden.record import golden_bytes, make_golden
 from tformer_export.verify.parity import MAX_TOLERANCE, ROUNDINGS, ParityGate
 from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_runtime.backend.session import find_missing_cuda
 from tformer_runtime.base.errors import ParityError
+from tformer_runtime.base.whole_files import replaced_file
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import Manifest
 
@@ -90,8 +93,7 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         if options.shortlist is not None:
             with clock.phase("shortlist"):
                 manifest, measured = add_shortlist(model, manifest, gate, Path(options.shortlist), folder)
-        with clock.phase("write"):
-            size = publish(save(model, manifest, folder / "done" / out.name), out)
+        size = _write(model, manifest, folder / "done" / out.name, out, options, clock)
     return BuildResult(
         manifest,
         quantized.compiled.counts,
@@ -105,6 +107,22 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         tuning,
         measured,
     )
+
+
+def _write(
+    model: ir.Model, manifest: Manifest, unfinished: Path, out: Path, options: ExportOptions, clock: PhaseClock
+) -> int:
+    """Write the finished file, and its golden file, and move both to their places. Return the size of the first."""
+    with clock.phase("write"):
+        written = save(model, manifest, unfinished)
+    if options.golden is None:
+        with clock.phase("write"):
+            return publish(written, out)
+    with clock.phase("golden"):
+        golden = golden_bytes(make_golden(written))
+    with clock.phase("write"), replaced_file(Path(options.golden)) as file:  # it takes its place after the model
+        file.write(golden)
+        return publish(written, out)
 
 
 def _compile(

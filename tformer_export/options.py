@@ -187,7 +187,8 @@ class ExportOptions:
     extra_outputs: ExtraOutputs = ExtraOutputs()
     target: str = option(
         "cpu",
-        "Choose the device that runs the file. portable uses standard ONNX operators only.",
+        "Choose the device that runs the file. web uses operators with WebGPU kernels, and computes quantised products "
+        "in float. portable uses standard ONNX operators only.",
         flag="--target",
         choices=TARGET_NAMES,
     )
@@ -228,6 +229,14 @@ class ExportOptions:
         flag=ADAPTERS_FLAG,
         metavar="FOLDER ...",
     )
+    golden: str | os.PathLike[str] | None = option(
+        None,
+        "Write seeded requests and their results to this file, by which a runtime in another language proves that it "
+        "reads the model right.",
+        "file",
+        flag="--golden",
+        metavar="OUT.json",
+    )
     tune: bool = option(
         False,
         "Measure on this machine which implementations of operators are the fastest, and use them in the file.",
@@ -254,6 +263,11 @@ class ExportOptions:
             raise OptionError(
                 f"caches in {kv_cache} need onnxruntime's own operator, as measured on the CPU: leave out either them "
                 f"or the target {self.target}"
+            )
+        if self.quantization.activation_scales != PER_ROW and self.target == "web":
+            raise OptionError(
+                f"products of the target web read floats, without {self.quantization.activation_scales} activation "
+                "scales: leave out either of them"
             )
         if self.tune and self.target != "cpu":
             raise OptionError(
@@ -285,8 +299,10 @@ class ExportOptions:
         check_has_attentions(source, self.extra_outputs.cross_attentions, self.extra_outputs.attentions)
         if self.shortlist is not None and (is_single_pass or not set(source.caller_inputs) - {source.step_input}):
             raise no_encoder()
-        if self.shortlist is not None and self.target == "cuda":
-            raise OptionError("a shortlist is for files that run on the CPU: leave out either it or the target cuda")
+        if self.shortlist is not None and self.target in ("cuda", "web"):
+            raise OptionError(
+                f"a shortlist is for files that run on the CPU: leave out either it or the target {self.target}"
+            )
         if self.shortlist is not None and not any(
             not value.is_floating_point()
             for name, value in source.example.items()
@@ -338,7 +354,7 @@ class ExportOptions:
         Products of floats differ in the last digit, so that a value that is rounded after them may differ by one.
         """
         floats = self.quantization.kv_cache != "float" and self.quantization.weights in ("none", "mixed")
-        return self.optimize_for == THROUGHPUT and not floats
+        return self.optimize_for == THROUGHPUT and self.target != "web" and not floats
 
 
 def no_encoder() -> OptionError:
@@ -363,4 +379,5 @@ def phases(options: ExportOptions) -> list[str]:
     names += ["half"] if options.half is not None else []
     names += ["calibrate", "search", "quantize", "measure"] if options.quantization.quantizes else []
     names += ["shortlist"] if options.shortlist is not None else []
+    names += ["golden"] if options.golden is not None else []
     return [*names, "write"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -414,3 +415,20 @@ def test_installed_command_reports_a_missing_source(folder):
         "tformer-export: there is no file or folder none.pt: name a checkpoint, a Hugging Face folder or its hub's "
         "org/name, or module:factory"
     ]
+
+
+def test_golden_file_is_written_with_the_model(plain, folder, run):
+    arguments = (*plain, "-o", "out.onnx", "--golden", "out.golden.json", "--quiet")
+    assert run(*arguments) == (0, "")
+    assert sorted(os.listdir()) == ["out.golden.json", "out.onnx", "plain.pt"]
+    golden = json.loads(Path("out.golden.json").read_text())
+    assert golden["format"] == "tformer-golden"
+    assert golden["file"]["sha256"] == hashlib.sha256(Path("out.onnx").read_bytes()).hexdigest()
+    before = Path("out.onnx").read_bytes()
+    Path("out.onnx").rename("first.onnx")
+    status, err = run(*arguments)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "out.golden.json exists: give --force" in err
+    assert not Path("out.onnx").exists()
+    assert run(*arguments, "--force") == (0, "")
+    assert Path("out.onnx").read_bytes() == before

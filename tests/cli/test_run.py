@@ -16,6 +16,7 @@ from support.toy_models import LETTERS, with_manifest
 
 from tformer_runtime import Model, __version__
 from tformer_runtime.cli import input_lines
+from tformer_runtime.format.manifest import MANIFEST_VERSION
 
 WORDS = ["hello", "a", "transformer", "zebra"]
 SHORT = ["--max-new-tokens", "6"]
@@ -188,7 +189,7 @@ def test_line_longer_than_the_limit_is_refused(path, monkeypatch):
 def test_invalid_model_files_are_refused(path, tmp_path):
     (tmp_path / "cut.onnx").write_bytes(Path(path).read_bytes()[:5000])
     (tmp_path / "other.onnx").write_text("hello")
-    newer = with_manifest(Path(path), tmp_path / "newer.onnx", version=9)
+    newer = with_manifest(Path(path), tmp_path / "newer.onnx", version=MANIFEST_VERSION + 1)
     for options in (["a"], ["--info"]):
         assert "does not exist" in failed(run(tmp_path / "none.onnx", *options))
         assert "not a whole ONNX file" in failed(run(tmp_path / "cut.onnx", *options))

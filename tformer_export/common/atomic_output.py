@@ -44,6 +44,13 @@ def check_writable(out: Path, force: bool) -> None:
         raise OutputError(f"{out} cannot be written: {'it is a folder' if out.is_dir() else 'permission denied'}")
 
 
+def check_beside(other: Path, out: Path, force: bool) -> None:
+    """Raise OutputError if a file that is written with the model `out` cannot be written, or would replace it."""
+    if other.resolve() in (out.resolve(), data_file(out).resolve()):
+        raise OutputError(f"{other} is the model's own place: give the two files different names")
+    check_writable(other, force)
+
+
 @contextmanager
 def folder_next_to(out: Path) -> Iterator[Path]:
     """Make a folder for the unfinished file, on the same disk as its place, and delete it afterwards in any case.

@@ -18,6 +18,7 @@ from tformer_runtime.format.manifest import (
     ADAPTER_INPUT,
     ATTENTIONS,
     CROSS_ATTENTIONS,
+    DEVICES_OF_TARGET,
     HIDDEN_STATES,
     CacheSpec,
     DecodeStage,
@@ -60,6 +61,7 @@ def describe(
         adapters=source.adapters,
         placeholders=dict(source.placeholders),
         target=target,
+        devices=DEVICES_OF_TARGET[target],
         source_digest=source.digest(),
         producer={name: _version(name) for name in ("tformer", "torch", "onnx", "onnxscript", "onnxruntime-gpu")},
     )
@@ -78,7 +80,7 @@ def with_half_precision(manifest: Manifest, model: ir.Model, precision: str) -> 
             outputs = zip(encode.outputs, decode.context, strict=True)
             encode = replace(encode, outputs=tuple(replace(out, dtype=types[name]) for out, name in outputs))
         decode = replace(decode, caches=caches)
-    return replace(manifest, encode=encode, decode=decode, precision=precision)
+    return replace(manifest, encode=encode, decode=decode, precision=precision, devices=manifest.devices[:1])
 
 
 def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) -> EncodeStage:

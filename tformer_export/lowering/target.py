@@ -1,4 +1,4 @@
-"""The operators of attention on cpu and cuda, and in portable files, which have standard operators only.
+"""The operators of attention on cpu, cuda and web, and in portable files, which have standard operators only.
 
 cpu: GroupQueryAttention over the step input's own past (in place, its cost follows the valid length) and over whole
     sequences, and MultiHeadAttention over other keys and values. For the kernels of these operators see
@@ -7,6 +7,9 @@ cpu: GroupQueryAttention over the step input's own past (in place, its cost foll
 cuda: GroupQueryAttention in half precision, because it has no float32 kernel on CUDA, and where attention is causal and
     nothing else, because it leaves its fast kernels when it has a bias. Otherwise as in portable files: TensorScatter
     into the cache, and plain matrix products.
+
+web: operators with WebGPU kernels: GroupQueryAttention where positions look back, as on the CPU, and MultiHeadAttention
+    over other keys and values. There is no kernel for TensorScatter, nor for GroupQueryAttention that looks ahead.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import meta
 from tformer_export.common.kernel_choices import ROTARY, WHOLE_ATTENTION, KernelForms
 from tformer_export.common.option_values import TARGET_NAMES
+from tformer_export.lowering.webgpu_operators import operators_without_kernel
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.base.errors import UnsupportedModelError
 
+CPU, CUDA, WEB = "cpu", "cuda", "web"
 MAX_HEAD_SIZE = 256  # of CUDA's flash attention
 ROTARY_HEAD_MULTIPLE = 16  # GroupQueryAttention rotates queries and keys whose head size is a multiple of this
 
@@ -57,19 +62,19 @@ class Target:
 
     def fuses(self, attention: CachedAttention) -> bool:
         """Return whether a fused operator updates this attention's caches."""
-        if self.name != "cpu" and not (self.name == "cuda" and self.half):
+        if self.name not in (CPU, WEB) and not (self.name == CUDA and self.half):
             return False
         query, key, value = (meta(n) for n in (attention.node.args[0], attention.key, attention.value))
         sizes = {query.shape[3], key.shape[3], value.shape[3]}
         if len(sizes) > 1 or query.dtype != torch.float32:
             return False
         size = int(sizes.pop())
-        return size % onnx_operators.HEAD_MULTIPLE == 0 and (self.name == "cpu" or size <= MAX_HEAD_SIZE)
+        return size % onnx_operators.HEAD_MULTIPLE == 0 and (self.name in (CPU, WEB) or size <= MAX_HEAD_SIZE)
 
     @property
     def takes_bias(self) -> bool:
         """Return whether the fused operator is fast with a bias in addition to its own causal mask."""
-        return self.name == "cpu"
+        return self.name in (CPU, WEB)
 
     def rotates(self, attention: CachedAttention) -> bool:
         """Return whether the fused operator can rotate queries and keys by their positions."""
@@ -94,10 +99,15 @@ class Target:
         return grouped
 
     def check(self, model: ir.Model) -> None:
-        """Check a portable file with onnx's own checker, and that every operator is a standard one.
+        """Check the operators of a portable file, which are standard ones, and of a file for the web.
 
-        Raises UnsupportedModelError for other operators.
+        onnx's own checker reads a portable file too. Raises UnsupportedModelError for other operators.
         """
+        if self.name == WEB and (missing := operators_without_kernel(model)):
+            raise UnsupportedModelError(
+                f"onnxruntime has no WebGPU kernel for {', '.join(missing)}, which the model needs: export it for the "
+                "target cpu, which runs in WebAssembly"
+            )
         if self.name != "portable":
             return
         foreign = {node.domain for node in model.graph.all_nodes() if node.domain not in ("", "ai.onnx")}
@@ -107,9 +117,11 @@ class Target:
 
     def _attention_operator(self) -> Callable[..., torch.Tensor]:
         """Return the operator of attention over given keys and values."""
-        if self.name == "cuda" and self.half and self.whole:
+        if self.name == WEB:
+            return onnx_operators.multi_head_attention
+        if self.name == CUDA and self.half and self.whole:
             return onnx_operators.self_attention
-        if self.name != "cpu":
+        if self.name != CPU:
             return onnx_operators.plain_attention
         return onnx_operators.whole_attention if self.whole else onnx_operators.multi_head_attention
 

@@ -45,7 +45,7 @@ class PassSettings:
 
     max_length: the maximum length of the step input, in tokens.
     forms: the kernel form of each choice.
-    target: "cpu", "cuda" or "portable".
+    target: "cpu", "cuda", "web" or "portable".
     packed: name → a matrix that the source stores in 4-bit integers.
     """
 
@@ -63,16 +63,18 @@ class Pass:
     rewrite: rewrites a model in place and returns the number of places that it changed. Its docstring defines a place.
     applies: whether a file with these settings gets the pass.
     portable: whether a portable file gets it, because it writes standard operators only.
+    web: whether a file for the web gets it, because it writes operators with WebGPU kernels only.
     """
 
     name: str
     rewrite: Callable[[ir.Model, PassSettings], int]
     applies: Callable[[PassSettings], bool] = lambda settings: True
     portable: bool = False
+    web: bool = True
 
     def run(self, model: ir.Model, settings: PassSettings) -> int:
         """Rewrite the model in place if the pass applies, and return the number of changed places."""
-        is_possible = self.portable or settings.target != "portable"
+        is_possible = {"portable": self.portable, "web": self.web}.get(settings.target, True)
         return self.rewrite(model, settings) if is_possible and self.applies(settings) else 0
 
 
@@ -93,7 +95,7 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 PASSES = (
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
-    Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True),
+    Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     Pass("fold_attention_scale", _without_settings(fold_attention_scale.run), _can_hold_all_scores),
     Pass("shared_encoder_context", _without_settings(shared_encoder_context.run)),
@@ -103,7 +105,7 @@ PASSES = (
         lambda settings: not _has_default(GIVEN_KEYS_ATTENTION, settings),
     ),
     Pass("tie_embeddings", _without_settings(tie_embeddings.run), portable=True),
-    Pass("transposed_matmul", _without_settings(transposed_matmul.run)),
+    Pass("transposed_matmul", _without_settings(transposed_matmul.run), web=False),
     Pass(
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),

@@ -12,7 +12,7 @@ from tformer_export.common.clock import PhaseClock
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.kernel_choices import KernelForms, few_rows_limits
 from tformer_export.common.onnx_writer import save
-from tformer_export.common.option_values import STATIC
+from tformer_export.common.option_values import LATENCY, STATIC
 from tformer_export.compile import CompiledModel
 from tformer_export.options import ExportOptions
 from tformer_export.quantize import (
@@ -125,7 +125,7 @@ def _calibrate(
         fit_samples = (samples or draw_samples(gate, before)).fit_data
         manifest = quantize_caches(compiled.model, manifest, before, [*fit_samples, draw_long_sample(gate, before)])
     planner = BitPlanner(
-        compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder, options.optimize_for
+        compiled.model, manifest, before, lambda: samples or draw_samples(gate, before), folder, _blocks_of(options)
     )
     if options.quantization.weights == "none":
         return planner, manifest
@@ -161,6 +161,11 @@ def _plans(planner: BitPlanner, options: ExportOptions, budget: DegradationBudge
     return [planner.uniform(int(options.quantization.weights[3:]))]
 
 
+def _blocks_of(options: ExportOptions) -> str:
+    """Return the goal that chooses the blocks of 4 bits. WebGPU kernels are fast for the longer blocks of latency."""
+    return LATENCY if options.target == "web" else options.optimize_for
+
+
 def _rewrite(
     compiled: CompiledModel,
     planner: BitPlanner,
@@ -184,11 +189,12 @@ def _rewrite(
         parts = quantize_weights(
             model,
             plan.bits,
-            options.optimize_for,
+            _blocks_of(options),
             step,
             plan.integers,
             few_rows=few_rows_limits(forms),
             on_cpu=options.target == "cpu",
+            float_activations=options.target == "web",
             static_scales=planner.static_scales,
         )
         counts = {"static_scales": parts.static_scales, "row_scales": parts.row_scales, "quantized": parts.count}

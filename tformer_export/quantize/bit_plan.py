@@ -192,7 +192,9 @@ class BitPlanner:
         """Measure mixtures by simulation."""
         coarse = self._reference(_take_positions(self.samples.measured, MAX_SENSITIVITY_POSITIONS))
         with temporary_model(self.folder / "simulated.onnx") as path:
-            simulation = Simulation(self.model, self.manifest, self.rounding.dequantize, path, self.static_scales)
+            simulation = Simulation(
+                self.model, self.manifest, self.rounding.dequantize, path, self.static_scales, self.optimize_for
+            )
             return MixedSearch(simulation, self.reference, coarse).run(budget, max_bits)
 
     def _plan(self, bits: Mapping[str, int], mixture: Mixture | None = None) -> BitPlan:

@@ -51,7 +51,9 @@ def branch(model: ir.Model, graph: ir.Graph, step: str, max_tokens: int) -> Bran
         batch, whatever the number of features of each.
     """
     tokens = next(value for value in model.graph.inputs if value.name == step)
-    outputs = list(graph.outputs)
+    stage_outputs = list(graph.outputs)
+    # Empty constants, which stand for the outputs of the other stage, are not results of the `If`.
+    outputs = [value for value in stage_outputs if _computes(value)]
     many_rows = _move_nodes(graph, outputs)
     few_rows = many_rows.clone(allow_outer_scope_values=True)
     few_rows.name = f"{many_rows.name}/few"
@@ -63,10 +65,11 @@ def branch(model: ir.Model, graph: ir.Graph, step: str, max_tokens: int) -> Bran
         node.outputs[0].name = node.name
     branches = {"then_branch": few_rows, "else_branch": many_rows}
     choice = ir.node("If", [flag.outputs[0]], branches, num_outputs=len(outputs), name="few")
-    for result, described in zip(choice.outputs, outputs, strict=True):
+    results = dict(zip(outputs, choice.outputs, strict=True))
+    for described, result in results.items():
         copy_description(described, result)
     graph.extend([sizes, size, flag, choice])
-    graph.outputs.extend(choice.outputs)
+    graph.outputs.extend(results.get(value, value) for value in stage_outputs)
     copies = {value for node in few_rows.all_nodes() for value in node.outputs}
     for prefix, values in (("few/", copies), ("rows/", set(many_rows.outputs))):
         for value in values:
@@ -74,18 +77,25 @@ def branch(model: ir.Model, graph: ir.Graph, step: str, max_tokens: int) -> Bran
     return Branches(few_rows, many_rows, graph)
 
 
-def _move_nodes(graph: ir.Graph, outputs: list[ir.Value]) -> ir.Graph:
-    """Move the nodes of a graph into a new graph.
+def _computes(value: ir.Value) -> bool:
+    """Return whether a value is the result of a node with inputs."""
+    node = value.producer()
+    return node is not None and bool(node.inputs)
 
-    Nodes that are computed from weights alone stay, where onnxruntime folds them.
+
+def _move_nodes(graph: ir.Graph, outputs: list[ir.Value]) -> ir.Graph:
+    """Move the nodes of a graph into a new graph with these outputs.
+
+    Nodes that are computed from weights alone stay, where onnxruntime folds them, and so do further outputs.
     """
+    further = set(graph.outputs).difference(outputs)
     constants: set[ir.Value] = set()
     moved = []
     for node in graph:
         inputs = [value for value in node.inputs if value is not None]
         if inputs and all(value in constants or value.is_initializer() for value in inputs):
             constants.update(node.outputs)
-        else:
+        elif further.isdisjoint(node.outputs):
             moved.append(node)
     graph.outputs.clear()
     graph.remove(moved)

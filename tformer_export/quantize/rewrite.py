@@ -11,8 +11,11 @@ few    For one or two rows, or three with 4-bit weights. MatMulNBits rounds acti
        for few rows, because it reads weights faster and does not unpack 4-bit weights to 8 bits. It is a branch of the
        decode stage that runs for so few rows only (`few_rows_branch.py`).
 
-Both forms read the same integers (`weight_storage.py`), so they differ in the rounding of activations alone. The choice
-of operators was measured: docs/design/kernels.md#integer-products.
+float  For the web: MatMulNBits multiplies float activations, and GatherBlockQuantized looks up rows of tables. Both
+       have WebGPU kernels, and products of integers have none.
+
+The first two forms read the same integers (`weight_storage.py`), so they differ in the rounding of activations alone.
+The choice of operators was measured: docs/design/kernels.md#integer-products.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ MIN_WEIGHT_VALUES = 1024  # smaller products gain nothing
 SMALL_BATCH_LIMIT = {8: 2, 6: 2, 4: 3}  # bits → number of new tokens up to which MatMulNBits is faster
 CONTRIB = "com.microsoft"
 ENCODE = "encode"  # the graph whose products have many rows
-INT8_ACTIVATIONS = 4  # the accuracy_level of MatMulNBits
+FLOAT_ACTIVATIONS, INT8_ACTIVATIONS = 1, 4  # accuracy levels of MatMulNBits
 
 Bits = int | Mapping[str, int] | Callable[[str], int]
 # optimize_for → whether a matrix of this many numbers has the form for few rows
@@ -92,6 +95,7 @@ def quantize_weights(
     on_cpu: bool = False,
     few_rows: Mapping[int, int] | None = None,
     static_scales: Mapping[str, StaticScale] = MappingProxyType({}),
+    float_activations: bool = False,
 ) -> QuantizedParts:
     """Quantise a model in place, in one pass over the weights, and return its quantised parts.
 
@@ -104,6 +108,8 @@ def quantize_weights(
     few_rows: bits → number of new tokens up to which the form for few rows runs; products of other bits do not have it.
         None for SMALL_BATCH_LIMIT.
     static_scales: name of a product → static scale of its activations; other products scale each row.
+    float_activations: whether products and tables have the form `float`, and no other. optimize_for then selects the
+        blocks of 4 bits alone.
     """
     has_few_rows_form, few_rows = HAS_FEW_ROWS_FORM[optimize_for], SMALL_BATCH_LIMIT if few_rows is None else few_rows
     bits_of = _by_name(bits)
@@ -112,6 +118,8 @@ def quantize_weights(
     for node, _ in products:  # the name identifies the product's copy in a branch
         node.name = node.name or f"product of {node.outputs[0].name}"
     decode = few_rows_branch.find_decode_graph(model, step) if step is not None else None
+    if float_activations:
+        has_few_rows_form = HAS_FEW_ROWS_FORM[THROUGHPUT]
     limits = [
         few_rows[width]
         for node, weight in products
@@ -121,7 +129,16 @@ def quantize_weights(
     ]
     branches = few_rows_branch.branch(model, decode, str(step), max(limits)) if limits and decode is not None else None
     rewriter = _QuantizationRewriter(
-        model, bits_of, table_bits, branches, has_few_rows_form, integers, on_cpu, static_scales, optimize_for
+        model,
+        bits_of,
+        table_bits,
+        branches,
+        has_few_rows_form,
+        integers,
+        on_cpu,
+        static_scales,
+        optimize_for,
+        float_activations,
     )
     rewriter.parts.small_batch_limit = max(limits) if branches else None
     for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
@@ -193,7 +210,9 @@ class _QuantizationRewriter:
         on_cpu: bool,
         static_scales: Mapping[str, StaticScale],
         optimize_for: str,
+        float_activations: bool,
     ) -> None:
+        self.float_activations = float_activations
         self.on_cpu, self.static_scales = on_cpu, static_scales
         self.model, self.bits, self.table_bits, self.branches = model, bits, table_bits, branches
         self.few_rows_graph = branches and branches.few
@@ -219,12 +238,15 @@ class _QuantizationRewriter:
         if weight is None or weight.value_count < MIN_WEIGHT_VALUES or node.inputs[0] is None:
             return
         name = str(node.name)
-        matrix = self._matrix(name, weight, has_few := name in self.few_rows_products)
+        has_few = name in self.few_rows_products
+        matrix = self._matrix(name, weight, has_few or self.float_activations)
         if matrix is None:
             return
         self.parts.products[name] = Product(*matrix.shape, matrix.bits, has_few, name in self.static_scales)
-        if has_few and graph is self.few_rows_graph:
-            self._for_few_rows(graph, node, matrix)
+        if self.float_activations:
+            self._packed_product(graph, node, matrix, FLOAT_ACTIVATIONS)
+        elif has_few and graph is self.few_rows_graph:
+            self._packed_product(graph, node, matrix, INT8_ACTIVATIONS)
         elif name in self.static_scales:
             self._static(graph, node, matrix, name)
         else:
@@ -238,6 +260,9 @@ class _QuantizationRewriter:
         assert node.inputs[0] is not None
         assert node.inputs[1] is not None
         name, ids, nodes = str(node.inputs[0].name), node.inputs[1], _Nodes(node.name or "table")
+        if self.float_activations:
+            self._packed_table(graph, node, name, table.numpy(), ids)
+            return
         if self.table_bits(name) == 4 and ids.shape is not None:
             matrix = self.store.matrix(name, digest(table.numpy()), lambda: table.numpy().T, 4, False)
             rows, scale = self._rows_of_4_bits(nodes, matrix, ids, self._home(graph)), matrix.scale
@@ -250,6 +275,28 @@ class _QuantizationRewriter:
         _replace(node, node, nodes.nodes)
         if graph is not self.few_rows_graph:
             self.parts.tables += 1
+
+    def _packed_table(self, graph: ir.Graph, node: ir.Node, name: str, table: np.ndarray, ids: ir.Value) -> None:
+        """Replace the lookup of rows by GatherBlockQuantized, which reads the integers of a product (N, K) as well."""
+        bits = 4 if self.table_bits(name) == 4 else 8
+        matrix = self.store.matrix(name, digest(table), lambda: table.T, bits, True)
+        packed, scales, zeros = matrix.packed(self._home(graph))
+        stored = self.store.rows_of(self._home(graph), matrix, packed)
+        lookup = ir.node(
+            "GatherBlockQuantized",
+            [stored, ids, scales, *((zeros,) if zeros else ())],
+            {"bits": matrix.packed_bits, "block_size": matrix.block, "gather_axis": 0, "quantize_axis": 1},
+            domain=CONTRIB,
+            version=1,
+            name=f"{node.name or 'table'}.rows",
+        )
+        self.model.graph.opset_imports.setdefault(CONTRIB, 1)
+        found = [lookup]
+        if matrix.shape[0] % matrix.block:
+            limits = (self.store.shape(size) for size in (0, matrix.shape[0], -1))
+            found.append(ir.node("Slice", [lookup.outputs[0], *limits], name=f"{lookup.name}.own"))
+        _replace(node, node, found)
+        self.parts.tables += 1
 
     def _rows_of_4_bits(self, nodes: _Nodes, matrix: StoredMatrix, ids: ir.Value, home: ir.Graph) -> ir.Value:
         """Look up rows of a table (N, K): int8 (…, K) for ids (…). One more lookup unpacks both numbers of a byte."""
@@ -278,15 +325,15 @@ class _QuantizationRewriter:
         key = self.store.fingerprint(weight.initializer, is_transposed=not weight.is_transposed)
         table = self.tables.get(key)
         bits = self.bits(name) if table is None else self.table_bits(table)
-        if table is not None and bits != 4:
+        if table is not None and bits != 4 and not self.float_activations:
             return self.store.matrix_of_table(table, key, lambda: weight.array().T)
         return self.store.matrix(name, key, weight.array, bits, has_few) if bits <= 8 else None
 
     def _home(self, graph: ir.Graph) -> ir.Graph:
         return self.branches.home(graph, self.model) if self.branches else self.model.graph
 
-    def _for_few_rows(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix) -> None:
-        """Replace a product by its form for few rows."""
+    def _packed_product(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix, accuracy_level: int) -> None:
+        """Replace a product by MatMulNBits, the form for few rows and for float activations."""
         packed, scales, zeros = matrix.packed(self._home(graph))
         bias, last = _bias_of(node)
         bias_fits = _is_bias_by_column(bias, matrix)
@@ -295,10 +342,10 @@ class _QuantizationRewriter:
         product = ir.node(
             "MatMulNBits",
             [node.inputs[0], packed, scales, *((zeros, None, bias) if bias_fits else (zeros,) if zeros else ())],
-            {**sizes, "accuracy_level": INT8_ACTIVATIONS},
+            {**sizes, "accuracy_level": accuracy_level},
             domain=CONTRIB,
             version=1,
-            name=f"{node.name}.few",
+            name=f"{node.name}.{'few' if accuracy_level == INT8_ACTIVATIONS else 'packed'}",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
         _replace(node, last, [product, *_added(product, None if bias_fits else bias)])

@@ -23,6 +23,7 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant
 from tformer_export.common.onnx_writer import save
+from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.quantize.activations_int8 import (
     MAX_NEGATIVE_GELU,
     POSITIVE_STEPS,
@@ -54,13 +55,15 @@ class Simulation:
         dequantize: Dequantize,
         path: Path,
         static_scales: Mapping[str, StaticScale] = MappingProxyType({}),
+        optimize_for: str = THROUGHPUT,
     ) -> None:
         """Write an instrumented copy of the model to `path`, as large as the float32 weights, and open it.
 
         static_scales: as in `quantize`.
+        optimize_for: chooses the blocks of 4 bits.
         """
         copy = model.clone()
-        self.matrices = find_matrices(copy)
+        self.matrices = find_matrices(copy, optimize_for)
         self._dequantized = dequantize
         _instrument(copy, self.matrices, static_scales)
         self._session = _ExchangeableSession(save(copy, replace(manifest, quantization="simulated"), path))

@@ -292,6 +292,12 @@ class WeightStore:
     def _uint8_middle(self) -> ir.Value:
         return self.constant("unpack.half", np.uint8(128))
 
+    def rows_of(self, home: ir.Graph, matrix: StoredMatrix, packed: ir.Value) -> ir.Value:
+        """Return the packed form of a matrix with its blocks joined, (N, bytes of K)."""
+        count = -(-matrix.shape[0] // matrix.block) * matrix.block * matrix.packed_bits // 8
+        sizes = self.shape(matrix.shape[1], count)
+        return self._derive(home, "Reshape", [packed, sizes], f"{matrix.name}.joined")
+
     def shape(self, *sizes: int) -> ir.Value:
         """Return a constant int64 vector."""
         return self.constant(f"unpack.{'x'.join(map(str, sizes))}", np.array(sizes, np.int64))

@@ -270,8 +270,8 @@ class Session:
             if missing:
                 raise DeviceError(f"device cuda is not available: {missing}")
         elif device == "auto":
-            # A file for the CPU has operators that CUDA lacks: it would copy tensors between both devices at each step.
-            device = "cpu" if self.manifest.target == "cpu" or find_missing_cuda() else "cuda"
+            # Other files have operators that CUDA lacks: they would copy tensors between both devices at each step.
+            device = "cpu" if "cuda" not in self.manifest.devices or find_missing_cuda() else "cuda"
         return device
 
     def _load_on_a_device(self, split_stages: bool | None, falls_back: bool) -> dict[SessionName, Any]:

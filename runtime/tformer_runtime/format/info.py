@@ -42,6 +42,7 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "kernel_forms": dict(m.kernel_forms),
         "adapters": list(m.adapters),
         "target": m.target,
+        "devices": list(m.devices),
         "shortlist": dict(m.decode.shortlist.measured) if m.decode and m.decode.shortlist else None,
         "tokenizers": len(m.tokenizers),
         "chat_template": "yes" if m.chat_template else None,

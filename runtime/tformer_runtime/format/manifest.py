@@ -65,7 +65,8 @@ from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 8
+MANIFEST_VERSION = 9
+OLDEST_VERSION = 8  # that this runtime reads
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -95,6 +96,14 @@ CROSS_ATTENTIONS = "cross_attentions"  # kinds of ExtraOutput
 ATTENTIONS = "attentions"
 HIDDEN_STATES = "hidden_states"
 
+
+# target → the devices that a file in float32 suits, the best one first
+DEVICES_OF_TARGET = {
+    "cpu": ("cpu", "wasm"),
+    "cuda": ("cuda", "cpu"),
+    "web": ("webgpu", "wasm", "cpu"),
+    "portable": ("cpu", "cuda", "wasm"),
+}
 
 Shape = tuple[Index | Name, ...]
 Dtype = Annotated[str, msgspec.Meta(pattern="^(bool|u?int8|int16|int32|int64|b?float16|float32|float64)$")]
@@ -357,6 +366,8 @@ class Manifest:
     preprocessing: name of an input → conversion of a raw input to it.
     placeholders: name of a request input → how its items stand in the prompt. A file with placeholders takes a prompt
         besides its request inputs, and a request may have no items. A row of context that holds NaN stands for no item.
+    devices: the devices whose operators the file has, the best one first: "cpu", "cuda", "wasm" (WebAssembly in a
+        browser) and "webgpu".
     precision: the type of matrix products and caches: "fp32", "fp16" or "bf16".
     session: default settings of the CPU session.
     adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
@@ -375,6 +386,7 @@ class Manifest:
     tokenizer_of: Mapping[str, Index] = field(default_factory=dict)
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     target: str = "cpu"
+    devices: tuple[Name, ...] = DEVICES_OF_TARGET["cpu"]
     precision: str = "fp32"
     quantization: str = "none"
     optimized_for: str = ""
@@ -442,7 +454,7 @@ class Manifest:
         """Read a manifest: all fields, of their types and within their bounds, and no others.
 
         `manifest_checks` has the rules that concern several fields.
-        Raise ModelFileError if it is damaged, or has another version than this runtime.
+        Raise ModelFileError if it is damaged, or of a version that this runtime does not read.
         """
         try:
             data = msgspec.json.decode(text)
@@ -456,9 +468,12 @@ class Manifest:
                 f"the file's manifest has version {version} and this runtime reads version {MANIFEST_VERSION}: "
                 "upgrade tformer"
             )
-        if version < MANIFEST_VERSION:
+        if version < OLDEST_VERSION:
             raise ModelFileError(
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"
             )
+        if version == 8 and "devices" not in data:  # version 9 added them
+            devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
+            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
         return read_typed(cls, data, "the file's tformer manifest is damaged")

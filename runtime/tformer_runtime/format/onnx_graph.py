@@ -10,6 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,6 +235,23 @@ def rename_values(node: Node, new_names: dict[str, str]) -> None:
     for branch in node.branches.values():
         for inner in branch.nodes:
             rename_values(inner, new_names)
+
+
+def keep_results(node: Node, kept: list[bool]) -> None:
+    """Remove results of an `If`, and the outputs of its branches in the same places. kept: for each result."""
+    if all(kept):
+        return
+    node.outputs = list(compress(node.outputs, kept))
+    fields = [value.encoded for value in iter_fields(node.encoded) if value.number != NODE_OUTPUT]
+    node.encoded = b"".join([*fields, *(bytes_field(NODE_OUTPUT, name.encode()) for name in node.outputs)])
+    for branch in node.branches.values():
+        branch.outputs = list(compress(branch.outputs, kept))
+        places = iter(kept)
+        branch.rest = [field for field in branch.rest if not _is_output(field) or next(places)]
+
+
+def _is_output(encoded: bytes) -> bool:
+    return next(iter_fields(encoded)).number == GRAPH_OUTPUT
 
 
 def remove_unread(graph: Graph) -> None:

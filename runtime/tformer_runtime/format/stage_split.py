@@ -17,7 +17,7 @@ from tformer_runtime.format.onnx_fields import (
     GRAPH_OUTPUT,
     VALUE_INFO_NAME,
 )
-from tformer_runtime.format.onnx_graph import Graph, Node, parse_model, remove_unread, rename_values
+from tformer_runtime.format.onnx_graph import Graph, Node, keep_results, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, iter_fields
 
 Stage = Literal["encode", "decode"]
@@ -48,8 +48,7 @@ def _extract_stage(model: bytes, stage: Stage) -> bytes:
     new_names = dict(zip(branch.outputs, choice.outputs, strict=True))
     for node in branch.nodes:
         rename_values(node, new_names)
-    # A branch returns empty constants for the outputs of the other stage.
-    missing = {name for node in branch.nodes if not node.inputs for name in node.outputs} & {*choice.outputs}
+    missing = _drop_empty_results(branch.nodes) & {*choice.outputs}
     # Nodes outside of the branches compute what both stages read, such as weights, or compute with their results.
     place = graph.nodes.index(choice)
     graph.nodes[place : place + 1] = branch.nodes
@@ -72,6 +71,26 @@ def _find_choice(graph: Graph) -> Node:
         if node.op_type == "If" and node.inputs == [STAGE_INPUT]:
             return node
     raise ModelFileError("the file's stages are not the branches of one If: export the model again")
+
+
+def _drop_empty_results(nodes: list[Node]) -> set[str]:
+    """Return the names of constants, which a branch has as the outputs of the other stage.
+
+    A branch may choose between two forms of its stage by another `If`, each with such constants. This `If` loses the
+    outputs that are constants in both: their shapes are not those that the graph declares.
+    """
+    empty = {name for node in nodes if not node.inputs for name in node.outputs}
+    for node in nodes:
+        forms = list(node.branches.values())
+        if node.op_type == "If" and all(len(form.outputs) == len(node.outputs) for form in forms):
+            constants = [_drop_empty_results(form.nodes) for form in forms]
+            kept = [
+                not all(form.outputs[at] in names for form, names in zip(forms, constants, strict=True))
+                for at in range(len(node.outputs))
+            ]
+            empty.update(name for name, keep in zip(node.outputs, kept, strict=True) if not keep)
+            keep_results(node, kept)
+    return empty
 
 
 def _is_kept(encoded: bytes, read: set[str], missing: set[str]) -> bool:

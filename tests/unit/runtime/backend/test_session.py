@@ -160,13 +160,16 @@ def test_cuda_without_a_driver_is_refused(path):
 
 
 def test_auto_device_falls_back_to_the_cpu(path, tmp_path, monkeypatch):
-    other = with_manifest(path, tmp_path / "cuda.onnx", target="cuda")
+    other = with_manifest(path, tmp_path / "cuda.onnx", target="cuda", devices=("cuda", "cpu"))
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
     assert Session(other, "auto").device == "cpu"
 
 
 def test_cuda_provider_that_fails_to_start_is_one_sentence(path, tmp_path, monkeypatch):
-    other, opened = with_manifest(path, tmp_path / "cuda.onnx", target="cuda"), onnxruntime.InferenceSession
+    other, opened = (
+        with_manifest(path, tmp_path / "cuda.onnx", target="cuda", devices=("cuda", "cpu")),
+        onnxruntime.InferenceSession,
+    )
 
     def refuse(file, options, providers, **others):
         if providers[0] == "CUDAExecutionProvider":
