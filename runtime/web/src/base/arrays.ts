@@ -1,26 +1,10 @@
 /** The typed arrays of the manifest's types, and arrays of numbers with a shape. */
 
 export type Dtype =
-  | "bool"
-  | "uint8"
-  | "int8"
-  | "int16"
-  | "int32"
-  | "int64"
-  | "float16"
-  | "bfloat16"
-  | "float32"
-  | "float64";
+  "bool" | "uint8" | "int8" | "int16" | "int32" | "int64" | "float16" | "bfloat16" | "float32" | "float64";
 
 export type TypedArray =
-  | Uint8Array
-  | Int8Array
-  | Int16Array
-  | Uint16Array
-  | Int32Array
-  | BigInt64Array
-  | Float32Array
-  | Float64Array;
+  Uint8Array | Int8Array | Int16Array | Uint16Array | Int32Array | BigInt64Array | Float32Array | Float64Array;
 
 type TypedArrayClass = {
   new (length: number): TypedArray;

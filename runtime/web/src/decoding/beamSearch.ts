@@ -121,7 +121,8 @@ export class BeamSearch implements SequenceSearch {
   /** Advance all groups of a task. Append the row that each new beam continues, and its token. */
   private advanceTask(groups: readonly BeamGroup[], step: Step, parents: number[], tokens: number[]): void {
     for (const group of groups) {
-      if (!group.over && group.beams.some((beam) => !(step.norms[beam.row] < Infinity))) throw new InputError(NOT_FINITE);
+      if (!group.over && group.beams.some((beam) => !(step.norms[beam.row] < Infinity)))
+        throw new InputError(NOT_FINITE);
       group.chosen = [];
     }
     groups.forEach((group, level) => {
@@ -133,7 +134,10 @@ export class BeamSearch implements SequenceSearch {
       if (ended.length) group.sortHypotheses();
       if (!going.length || !group.canImprove(going[0].top)) {
         group.over = true;
-        group.chosen = ranked.filter((one) => one.possible).slice(0, group.count).map((one) => one.token);
+        group.chosen = ranked
+          .filter((one) => one.possible)
+          .slice(0, group.count)
+          .map((one) => one.token);
         return;
       }
       group.beams = going.map((one) => {

@@ -35,7 +35,13 @@ export type Alternatives = readonly (readonly [id: number, logprob: number])[];
  *
  * norm: of the row; 0 if the values are log-probabilities.
  */
-export function topAlternatives(logits: Float32Array, begin: number, end: number, norm: number, count: number): Alternatives {
+export function topAlternatives(
+  logits: Float32Array,
+  begin: number,
+  end: number,
+  norm: number,
+  count: number,
+): Alternatives {
   const top = new TopValues(Math.min(count, end - begin));
   top.scan(logits, begin, end);
   return Array.from({ length: top.size }, (_, i) => [top.places[i], fround(top.values[i] - norm)] as const).filter(

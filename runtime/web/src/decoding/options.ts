@@ -223,7 +223,10 @@ export function fileDefaults(defaults: ReadonlyMap<string, unknown>): Checked {
     return options;
   } catch (error) {
     if (!(error instanceof OptionError)) throw error;
-    throw new OptionError(`the model file's generation defaults: ${error.reason}`, error.option && snakeCase(error.option));
+    throw new OptionError(
+      `the model file's generation defaults: ${error.reason}`,
+      error.option && snakeCase(error.option),
+    );
   }
 }
 
@@ -254,16 +257,19 @@ function checkTogether(settings: Settings): void {
     );
   }
   if (maxNewTokens !== undefined && minNewTokens > maxNewTokens) {
-    throw new OptionError(
-      `minNewTokens: ${minNewTokens} is more than maxNewTokens: ${maxNewTokens}`,
-      "minNewTokens",
-    );
+    throw new OptionError(`minNewTokens: ${minNewTokens} is more than maxNewTokens: ${maxNewTokens}`, "minNewTokens");
   }
   if (numBeams % numBeamGroups) {
-    throw new OptionError(`numBeamGroups: ${numBeamGroups} must divide numBeams, which is ${numBeams}`, "numBeamGroups");
+    throw new OptionError(
+      `numBeamGroups: ${numBeamGroups} must divide numBeams, which is ${numBeams}`,
+      "numBeamGroups",
+    );
   }
   if (diversityPenalty && numBeamGroups === 1) {
-    throw new OptionError(`diversityPenalty: ${diversityPenalty} needs a numBeamGroups of at least 2`, "diversityPenalty");
+    throw new OptionError(
+      `diversityPenalty: ${diversityPenalty} needs a numBeamGroups of at least 2`,
+      "diversityPenalty",
+    );
   }
   const enough = Math.floor(numBeams * settings.patience + 0.5);
   if (numBeams > 1 && enough < numReturnSequences) {

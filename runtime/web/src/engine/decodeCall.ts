@@ -55,10 +55,7 @@ export class DecodeCall {
       [SELECTED_TOKENS, [rows, selected]],
       [ADAPTER_ROWS, [rows]],
     ];
-    this.inputs.set(
-      decode.step.name,
-      backend.tensor(decode.step.dtype, [rows, newTokens, ...stepFeatures(decode)]),
-    );
+    this.inputs.set(decode.step.name, backend.tensor(decode.step.dtype, [rows, newTokens, ...stepFeatures(decode)]));
     for (const [name, shape] of shapes) {
       if (!controls.has(name)) continue;
       const dtype = name === LAST_POSITION || name === TOTAL_SLOTS ? "int32" : "int64";

@@ -208,7 +208,9 @@ export class Engine {
     const { dims } = tensor;
     const fits =
       dims.length === spec.shape.length &&
-      spec.shape.every((size, i) => dims[i] === (size === BATCH_AXIS ? rows : typeof size === "number" ? size : dims[i]));
+      spec.shape.every(
+        (size, i) => dims[i] === (size === BATCH_AXIS ? rows : typeof size === "number" ? size : dims[i]),
+      );
     if (!fits) {
       throw new ModelFileError(
         `${this.name} is damaged: its graph returns ${spec.name} of the shape (${dims.join(", ")}), and its manifest ` +
@@ -266,9 +268,7 @@ export class Engine {
     const newTokens = tokens.length / (rows * sizeOf(stepFeatures(this.decode)));
     const totalSlots = state.maxRowLength + newTokens;
     if (totalSlots > this.manifest.maxLength) {
-      throw new InputError(
-        `${totalSlots} tokens are more than the ${this.manifest.maxLength} that the model can hold`,
-      );
+      throw new InputError(`${totalSlots} tokens are more than the ${this.manifest.maxLength} that the model can hold`);
     }
     if (newTokens > 1 && rows > 1 && state.maxRowLength > 0 && !this.decode.chunkedPrefill) {
       throw new UnsupportedCallError("rows with a past read one token at a time, and several were given");

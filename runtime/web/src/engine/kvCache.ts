@@ -140,7 +140,9 @@ export class KVCache {
     if (!copies.length) return;
     const slots = this.slotCapacity;
     const savedIds = new Map(saved.map((row) => [row, this.writeIds.slice(row * slots, (row + 1) * slots)]));
-    const begins = copies.map(({ target, source }) => firstDifference(this.writeIds, target * slots, source * slots, lengths[source]));
+    const begins = copies.map(({ target, source }) =>
+      firstDifference(this.writeIds, target * slots, source * slots, lengths[source]),
+    );
     for (const tensor of this.tensors) {
       const buffer = tensor.buffers[this.side % tensor.buffers.length];
       const data = buffer.data();

@@ -69,7 +69,10 @@ function padRows(
     shape.forEach((size, axis) => {
       const expected = axes[axis];
       const fits = typeof expected !== "number" || size === expected || (masked && axis === 0 && size < expected);
-      if (!fits) throw new InputError(`input ${spec.name} has the shape (${shape.join(", ")}) where (${axes.join(", ")}) is needed`);
+      if (!fits)
+        throw new InputError(
+          `input ${spec.name} has the shape (${shape.join(", ")}) where (${axes.join(", ")}) is needed`,
+        );
     });
   }
   const shape = axes.map((expected, axis) =>
@@ -118,7 +121,8 @@ function makeMask(
   rows: number,
 ): Tensor {
   const of = spec.of === undefined ? undefined : tensors.get(spec.of);
-  if (of === undefined) throw new InputError(`input ${spec.name} is a mask of ${spec.of}, which is no input of the model`);
+  if (of === undefined)
+    throw new InputError(`input ${spec.name} is a mask of ${spec.of}, which is no input of the model`);
   const time = of.dims[1];
   const shape = spec.shape.slice(1).map((axis) => (typeof axis === "string" ? time : axis));
   const tensor = backend.tensor(spec.dtype, [rows, ...shape]);

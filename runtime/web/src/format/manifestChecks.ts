@@ -201,7 +201,8 @@ function checkDecode(manifest: Manifest, decode: DecodeStage): void {
 }
 
 function checkBatchAxis(name: string, shape: Shape): void {
-  if (shape[0] !== BATCH_AXIS) throw contradiction(`'${name}' has the shape ${shownShape(shape)}, without a batch axis`);
+  if (shape[0] !== BATCH_AXIS)
+    throw contradiction(`'${name}' has the shape ${shownShape(shape)}, without a batch axis`);
 }
 
 function checkUnique(kind: string, names: readonly string[]): void {

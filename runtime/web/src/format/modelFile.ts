@@ -46,7 +46,7 @@ export function readingFile<T>(name: string, read: () => T): T {
 export function readMetadata(file: Uint8Array): Map<string, string> {
   const metadata = new Map<string, string>();
   const seen = new Set<number>();
-  for (let position = 0; position < file.length; ) {
+  for (let position = 0; position < file.length;) {
     const field = readOnnxField(file, position, file.length);
     seen.add(field.number);
     if (field.number === MODEL_FUNCTIONS) {
@@ -100,7 +100,7 @@ function copyWithoutWeights(
   parts: Uint8Array[],
 ): void {
   let copied = begin; // the message up to here is in `parts`
-  for (let position = begin; position < end; ) {
+  for (let position = begin; position < end;) {
     const { number, start, end: next } = readOnnxField(file, position, end);
     if (path.length > 0 && number === path[0]) {
       if (copied < position) parts.push(file.subarray(copied, position));
@@ -141,7 +141,7 @@ function readOnnxField(file: Uint8Array, position: number, end: number) {
 function readEntry(file: Uint8Array, begin: number, end: number): [string, string] {
   let key = "";
   let value = "";
-  for (let position = begin; position < end; ) {
+  for (let position = begin; position < end;) {
     const field = readOnnxField(file, position, end);
     if (field.number === ENTRY_KEY) key = textOf(file, field);
     else if (field.number === ENTRY_VALUE) value = textOf(file, field);

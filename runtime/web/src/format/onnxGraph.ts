@@ -25,7 +25,16 @@ import {
   VALUE_INFO_NAME,
   VALUE_INFO_TYPE,
 } from "./onnxFields.js";
-import { bytesField, concatBytes, contentOf, encodedOf, iterFields, textOf, varintField, WireError } from "./onnxWire.js";
+import {
+  bytesField,
+  concatBytes,
+  contentOf,
+  encodedOf,
+  iterFields,
+  textOf,
+  varintField,
+  WireError,
+} from "./onnxWire.js";
 
 const BRANCHING_OPERATORS = ["If", "Loop", "Scan"]; // the standard operators with graphs of their own
 const MAX_DEPTH = 8; // of branches in branches

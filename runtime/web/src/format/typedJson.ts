@@ -100,7 +100,9 @@ export function mapping<T>(reader: Reader<T>): Reader<ReadonlyMap<string, T>> {
 export const anything: Reader<unknown> = (value) => value;
 
 /** Return a reader of an object with these fields, whose names in JSON are in snake_case. */
-export function object<F extends Record<string, Reader<unknown>>>(fields: F): Reader<{ readonly [K in keyof F]: ReadBy<F[K]> }> {
+export function object<F extends Record<string, Reader<unknown>>>(
+  fields: F,
+): Reader<{ readonly [K in keyof F]: ReadBy<F[K]> }> {
   const names = new Map(Object.keys(fields).map((field) => [snakeCase(field), field]));
   return (value, place) => {
     const data = plain(value, place);

@@ -193,7 +193,9 @@ function decodeChain(step: DecoderJson, pieces: readonly string[]): readonly str
       return pieces.map((piece) => piece.replace(expression, () => content));
     }
     case "Strip":
-      return pieces.map((piece) => stripped(piece, String(step["content"]), Number(step["start"]), Number(step["stop"])));
+      return pieces.map((piece) =>
+        stripped(piece, String(step["content"]), Number(step["start"]), Number(step["stop"])),
+      );
     case "Metaspace": {
       const replacement = String(step["replacement"] ?? "\u2581");
       const prepends = step["prepend_scheme"] !== "never";
@@ -239,8 +241,10 @@ function decodeChain(step: DecoderJson, pieces: readonly string[]): readonly str
 
 function stripped(piece: string, content: string, start: number, stop: number): string {
   let [begin, end] = [0, piece.length];
-  while (begin < end && start > 0 && piece.startsWith(content, begin)) [begin, start] = [begin + content.length, start - 1];
-  while (end > begin && stop > 0 && piece.slice(begin, end).endsWith(content)) [end, stop] = [end - content.length, stop - 1];
+  while (begin < end && start > 0 && piece.startsWith(content, begin))
+    [begin, start] = [begin + content.length, start - 1];
+  while (end > begin && stop > 0 && piece.slice(begin, end).endsWith(content))
+    [end, stop] = [end - content.length, stop - 1];
   return piece.slice(begin, end);
 }
 

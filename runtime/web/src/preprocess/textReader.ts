@@ -51,7 +51,9 @@ export class TextReader {
 
   /** Return the text of ids. special: whether it includes special tokens. */
   text(ids: ArrayLike<number>, special: boolean): string {
-    const hidden = new Set((this.parts.json.added_tokens ?? []).filter((token) => token.special).map((token) => token.id));
+    const hidden = new Set(
+      (this.parts.json.added_tokens ?? []).filter((token) => token.special).map((token) => token.id),
+    );
     const pieces: string[] = [];
     for (let i = 0; i < ids.length; i++) {
       const piece = this.parts.tokenizer.id_to_token(ids[i]);

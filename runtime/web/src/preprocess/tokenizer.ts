@@ -159,7 +159,9 @@ export class Codec {
     const { parts } = this;
     const isOutside = (piece: string, tokens: string[]) =>
       piece !== "" &&
-      tokens.some((token) => parts.id(token) === parts.unknown || parts.id(token) >= vocabularySize || parts.id(token) < 0);
+      tokens.some(
+        (token) => parts.id(token) === parts.unknown || parts.id(token) >= vocabularySize || parts.id(token) < 0,
+      );
     const normal = parts.parts.normalizer ? parts.parts.normalizer(text) : text;
     const pieces = parts.parts.pre_tokenizer ? parts.parts.pre_tokenizer(normal) : [normal];
     const piece = pieces.find((one) => isOutside(one, parts.parts.model([one])));

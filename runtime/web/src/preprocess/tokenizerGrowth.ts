@@ -26,7 +26,9 @@ export function checkGrowth(json: Step): void {
     for (const step of stepsOf(json[stage])) {
       growth *= growthOf(step);
       if (growth > MAX_GROWTH) {
-        throw new ModelFileError(`the file's tokenizer may make a text more than ${MAX_GROWTH} times as long (${stage})`);
+        throw new ModelFileError(
+          `the file's tokenizer may make a text more than ${MAX_GROWTH} times as long (${stage})`,
+        );
       }
     }
   }
@@ -53,7 +55,9 @@ function growthOf(step: Step): number {
   if (step["type"] === "TemplateProcessing") {
     const texts = ["single", "pair"].map((name) => {
       const items = step[name];
-      return Array.isArray(items) ? items.filter((item) => item && typeof item === "object" && "Sequence" in item).length : 0;
+      return Array.isArray(items)
+        ? items.filter((item) => item && typeof item === "object" && "Sequence" in item).length
+        : 0;
     });
     return Math.max(1, ...texts);
   }
