@@ -78,6 +78,8 @@ export class TokenizerParts {
   }
 }
 
+const CONTEXT_CHARACTERS = 24; // around a character that make its tokens
+
 /** A tokenizer of the file, which refuses unknown characters. */
 export class Codec {
   private readonly special = new Set<number>();
@@ -118,11 +120,7 @@ export class Codec {
     if (ids.some((id) => id === parts.unknown || id >= vocabularySize || id < 0)) {
       throw this.outside(text, vocabularySize) ?? unknownSomewhere();
     }
-    let number = 0;
-    for (const character of text) {
-      number++;
-      if (this.drops(character)) throw outsideError(character, number);
-    }
+    this.refuseDropped(text);
     if (!ids.length || !addSpecialTokens) return ids;
     const around = readingTokenizer(() => parts.withSpecialTokens(tokens, null).ids);
     const first = placeOf(ids, around);
@@ -178,7 +176,26 @@ export class Codec {
     return outsideError(characters.slice(first, end).join(""), first + 1);
   }
 
-  /** Return whether the tokenizer drops a character because of its vocabulary, and not by design. */
+  /**
+   * Throw InputError for a text of which the tokenizer drops a character because of its vocabulary.
+   *
+   * A character that makes no token alone may belong to the token after it, as spaces do. It is dropped if the text
+   * around it has the same tokens without it.
+   */
+  private refuseDropped(text: string): void {
+    const characters = [...text];
+    for (const [index, character] of characters.entries()) {
+      if (!this.drops(character)) continue;
+      const before = characters.slice(Math.max(0, index - CONTEXT_CHARACTERS), index).join("");
+      const after = characters.slice(index + 1, index + 1 + CONTEXT_CHARACTERS).join("");
+      const [withIt, without] = [before + character + after, before + after].map((part) => this.parts.tokens(part));
+      if (withIt.length === without.length && withIt.every((token, i) => token === without[i])) {
+        throw outsideError(character, characters.findIndex((one) => this.drops(one)) + 1);
+      }
+    }
+  }
+
+  /** Return whether the tokenizer drops a character that is alone because of its vocabulary, and not by design. */
   private drops(character: string): boolean {
     let dropped = this.dropped.get(character);
     if (dropped === undefined) {
