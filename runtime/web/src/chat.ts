@@ -7,7 +7,7 @@ import { adapterInput, makeRequest, type Request, type Result } from "./decoding
 import { generateStream } from "./decoding/streaming.js";
 import type { State } from "./engine/state.js";
 import { adapterNumber } from "./format/manifest.js";
-import { conversation, type Message, type PromptTemplate } from "./preprocess/chatTemplate.js";
+import { conversation, type Message, type PromptTemplate } from "./preprocess/conversation.js";
 import type { Inputs, Value } from "./preprocess/inputs.js";
 
 const PREFILL_CHUNK_TOKENS = 256; // of one step

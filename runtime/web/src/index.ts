@@ -20,7 +20,7 @@ export type { FinishReason } from "./decoding/sequence.js";
 export type { Manifest } from "./format/manifest.js";
 export type { ModelAddress, Progress } from "./loading/source.js";
 export { Model, type BatchOptions, type LoadOptions, type PredictOptions } from "./model.js";
-export type { Message, Tools } from "./preprocess/chatTemplate.js";
+export type { Message, Tools } from "./preprocess/conversation.js";
 export type { Input, Value } from "./preprocess/inputs.js";
 export type { Classification } from "./tasks/classification.js";
 export type { Vectors } from "./tasks/features.js";

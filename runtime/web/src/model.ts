@@ -26,7 +26,7 @@ import {
 } from "./format/manifest.js";
 import { checkDigest } from "./format/digest.js";
 import { readSource, type ModelAddress, type Progress } from "./loading/source.js";
-import { conversation, templateOf, type Message, type PromptTemplate, type Tools } from "./preprocess/chatTemplate.js";
+import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
 import type { Task } from "./tasks/base.js";
 import { Classifier, type Classification } from "./tasks/classification.js";
@@ -83,7 +83,11 @@ export class Model {
   private onlyTask: Task | undefined;
   private template: PromptTemplate | undefined;
 
-  private constructor(private readonly engine: Engine) {
+  /** templateOf: makes the chat template of a file; undefined for a file without one. */
+  private constructor(
+    private readonly engine: Engine,
+    private readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined,
+  ) {
     this.manifest = engine.manifest;
     this.inputs = new Inputs(engine.manifest);
     this.generator = new Generator(engine, this.inputs.outputCodec);
@@ -106,7 +110,9 @@ export class Model {
     if (verify) await checkDigest(source.bytes, source.name, signal);
     const engine = await Engine.open(source, backend);
     try {
-      return new Model(engine);
+      const hasTemplate = engine.manifest.chatTemplate !== undefined; // few models do, and templates are large code
+      const templates = hasTemplate ? await import("./preprocess/chatTemplate.js") : undefined;
+      return new Model(engine, templates?.templateOf);
     } catch (error) {
       engine.close();
       throw error;
@@ -264,13 +270,18 @@ export class Model {
       generator: this.generator,
       inputs: this.inputs,
       settings: (generation, streams) => this.settings(generation, streams),
-      template: this.manifest.chatTemplate === undefined ? undefined : this.chatTemplate(),
+      template: this.templateOf && this.chatTemplate(),
       system: options.system,
     });
   }
 
   private chatTemplate(): PromptTemplate {
-    return (this.template ??= templateOf(this.manifest));
+    if (!this.templateOf) {
+      throw new UnsupportedCallError(
+        "the file has no chat template: export the model from a folder whose tokenizer has one, or with --chat-template",
+      );
+    }
+    return (this.template ??= this.templateOf(this.manifest));
   }
 
   /**

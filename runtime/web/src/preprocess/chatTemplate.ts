@@ -1,47 +1,13 @@
 /** Chat templates: from a conversation to the text of a prompt, as transformers' apply_chat_template does. */
 
 import { Environment, Interpreter, parse, tokenize } from "@huggingface/jinja";
-import { errorSummary, InputError, UnsupportedCallError } from "../base/errors.js";
+import { errorSummary, InputError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
+import type { PromptTemplate } from "./conversation.js";
 
-/** "role", and "content": a text. */
-export interface Message {
-  readonly role: string;
-  readonly content: string;
-  readonly [field: string]: unknown;
-}
-
-/** Descriptions of functions, as of OpenAI's API and of transformers. */
-export type Tools = readonly Readonly<Record<string, unknown>>[];
-
-/** A function from messages to the text of a prompt. */
-export type PromptTemplate = (messages: readonly Message[], tools?: Tools) => string;
-
-/** Return the chat template of a file. Throw UnsupportedCallError if it has none. */
+/** Return the chat template of a file that has one. */
 export function templateOf(manifest: Manifest): PromptTemplate {
-  if (manifest.chatTemplate === undefined) {
-    throw new UnsupportedCallError(
-      "the file has no chat template: export the model from a folder whose tokenizer has one, or with --chat-template",
-    );
-  }
-  return compileTemplate(manifest.chatTemplate, manifest.chatTokens);
-}
-
-/** Return the messages of a conversation. messages: a text or messages. system: a system message before them. */
-export function conversation(messages: unknown, system?: string): Message[] {
-  const all = typeof messages === "string" ? [{ role: "user", content: messages }] : messages;
-  if (!Array.isArray(all) || !all.length || !all.every(isMessage)) {
-    throw new InputError(
-      'a conversation is a text, or a list of messages such as {role: "user", content: "a text"}, the last of which ' +
-        "is answered",
-    );
-  }
-  return [...(system === undefined ? [] : [{ role: "system", content: system }]), ...all];
-}
-
-function isMessage(value: unknown): value is Message {
-  const message = value as Partial<Message> | null;
-  return typeof message?.role === "string" && typeof message.content === "string";
+  return compileTemplate(manifest.chatTemplate!, manifest.chatTokens);
 }
 
 /**
@@ -106,7 +72,8 @@ const GLOBALS = {
   range: (first: number, second?: number, step = 1) => {
     const [start, stop] = second === undefined ? [0, first] : [first, second];
     const length = Math.max(0, Math.ceil((stop - start) / step));
-    if (!(length <= MAX_RANGE)) throw new Error(`it has a range of more than ${MAX_RANGE.toLocaleString("en-US")} numbers`);
+    if (!(length <= MAX_RANGE))
+      throw new Error(`it has a range of more than ${MAX_RANGE.toLocaleString("en-US")} numbers`);
     return Array.from({ length }, (_, i) => start + i * step);
   },
   strftime_now: (form: string) => {

@@ -9,7 +9,7 @@ import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
 import { logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
-import type { Message, PromptTemplate, Tools } from "./chatTemplate.js";
+import type { Message, PromptTemplate, Tools } from "./conversation.js";
 import { TextReader, type Pair } from "./textReader.js";
 import { Codec } from "./tokenizer.js";
 
