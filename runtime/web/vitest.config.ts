@@ -3,7 +3,7 @@ import { defineConfig } from "vitest/config";
 export default defineConfig({
   test: {
     include: ["tests/**/*.test.ts"],
-    globalSetup: ["tests/support/globalSetup.ts"],
+    globalSetup: ["tests/support/models.ts"],
     testTimeout: 60_000,
     hookTimeout: 120_000,
     pool: "forks",

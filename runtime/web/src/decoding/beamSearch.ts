@@ -12,7 +12,8 @@
 
 import { InputError, OptionError } from "../base/errors.js";
 import type { StepHistory } from "../engine/stepOutputs.js";
-import { logNormalizerOf, topAlternatives, TopValues, type Alternatives } from "./logProbabilities.js";
+import { logNormalizer } from "./logNormalizer.js";
+import { topAlternatives, TopValues, type Alternatives } from "./logProbabilities.js";
 import { NOT_FINITE, NOTHING_LEFT, type Hypothesis, type SequenceSearch, type SequenceTask } from "./sequence.js";
 
 const { fround } = Math;
@@ -98,7 +99,7 @@ export class BeamSearch implements SequenceSearch {
     histories: readonly (StepHistory | undefined)[] | undefined,
   ): { parents: Int32Array; tokens: Int32Array } {
     const norms = Float32Array.from({ length: this.width }, (_, row) =>
-      logNormalizerOf(logits, row * vocabulary, (row + 1) * vocabulary),
+      logNormalizer(logits, row * vocabulary, (row + 1) * vocabulary),
     );
     const parents: number[] = [];
     const tokens: number[] = [];

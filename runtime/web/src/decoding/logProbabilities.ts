@@ -1,4 +1,4 @@
-/** Log-probabilities of the rows of logits, rounded to float32 as in the Python runtime. */
+/** The greatest logits of a row, with their log-probabilities in float32 as in the Python runtime. */
 
 const { fround } = Math;
 
@@ -13,18 +13,6 @@ export function argmax(logits: Float32Array, begin: number, end: number): number
     }
   }
   return best - begin;
-}
-
-/**
- * Return log Σ exp(logits) of the logits begin … end - 1; logits minus this are log-probabilities. It is no number below
- * infinity if a logit is NaN or infinite, or if all are -Infinity.
- */
-export function logNormalizerOf(logits: Float32Array, begin: number, end: number): number {
-  let top = -Infinity;
-  for (let i = begin; i < end; i++) if (logits[i] > top) top = logits[i];
-  let sum = 0;
-  for (let i = begin; i < end; i++) sum += Math.exp(logits[i] - top);
-  return fround(top + fround(Math.log(sum)));
 }
 
 /** The likeliest ids with their log-probabilities, the likeliest first. */

@@ -14,7 +14,8 @@ import { rowOf, StepHistory } from "../engine/stepOutputs.js";
 import { numberArray, type NumberArray } from "../base/arrays.js";
 import { logitCount } from "../format/manifest.js";
 import { BeamSearch } from "./beamSearch.js";
-import { logNormalizerOf, topAlternatives } from "./logProbabilities.js";
+import { logNormalizer } from "./logNormalizer.js";
+import { topAlternatives } from "./logProbabilities.js";
 import { usesBeams } from "./options.js";
 import { placeRows } from "./rowPlacement.js";
 import type { SequenceSearch, SequenceTask } from "./sequence.js";
@@ -167,7 +168,7 @@ function setPrefixLogprobs(task: SequenceTask, logits: Float32Array, first: numb
   const count = task.settings.topLogprobs;
   const rows = Array.from(task.prefix, (id, i) => {
     const begin = (first + i) * vocabulary;
-    const norm = logNormalizerOf(logits, begin, begin + vocabulary);
+    const norm = logNormalizer(logits, begin, begin + vocabulary);
     // The step input may have ids that are never generated.
     const logprob = id < vocabulary ? Math.fround(logits[begin + id] - norm) : -Infinity;
     return { logprob, alternatives: topAlternatives(logits, begin, begin + vocabulary, norm, count) };

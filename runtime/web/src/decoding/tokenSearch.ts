@@ -2,7 +2,8 @@
 
 import { InputError, OptionError } from "../base/errors.js";
 import type { StepHistory } from "../engine/stepOutputs.js";
-import { argmax, logNormalizerOf, topAlternatives, type Alternatives } from "./logProbabilities.js";
+import { logNormalizer } from "./logNormalizer.js";
+import { argmax, topAlternatives, type Alternatives } from "./logProbabilities.js";
 import { samples } from "./options.js";
 import { Sampler, seedOrRandom } from "./sampling.js";
 import {
@@ -43,7 +44,7 @@ class SampledSequence {
 
   /** Return the next token of a row of logits and its log-probability. The logits are unchanged on return. */
   choose(logits: Float32Array, begin: number, end: number): { token: number; logprob: number } {
-    const norm = logNormalizerOf(logits, begin, end);
+    const norm = logNormalizer(logits, begin, end);
     if (!(norm < Infinity)) throw new InputError(NOT_FINITE);
     const token = this.chooseToken(logits, begin, end);
     const count = this.task.settings.topLogprobs;

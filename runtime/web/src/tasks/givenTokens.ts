@@ -1,7 +1,7 @@
 /** Read given tokens, and return the log-probability of each, given the tokens before it. */
 
 import { InputError } from "../base/errors.js";
-import { logNormalizerOf } from "../decoding/logProbabilities.js";
+import { logNormalizer } from "../decoding/logNormalizer.js";
 import { NOT_FINITE } from "../decoding/sequence.js";
 import type { Engine } from "../engine/engine.js";
 import { logitCount } from "../format/manifest.js";
@@ -25,7 +25,7 @@ export async function scoreTokens(engine: Engine, sources: Sources, ids: Int32Ar
       const logits = await engine.step(state, ids.subarray(begin, end), undefined, "all");
       for (let i = begin; i < end; i++) {
         const row = (i - begin) * vocabulary;
-        const norm = logNormalizerOf(logits, row, row + vocabulary);
+        const norm = logNormalizer(logits, row, row + vocabulary);
         if (!(norm < Infinity)) throw new InputError(NOT_FINITE);
         // The step input may have ids that are never generated.
         scores[i] = ids[i + 1] < vocabulary ? logits[row + ids[i + 1]] - norm : -Infinity;
