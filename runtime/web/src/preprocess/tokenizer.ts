@@ -21,6 +21,36 @@ interface TokenizerJson {
   };
   readonly added_tokens?: readonly { readonly id: number; readonly content: string; readonly special: boolean }[];
   readonly decoder?: DecoderJson | null;
+  readonly pre_tokenizer?: unknown;
+}
+
+// What \w and \s are in the tokenizers library; in JavaScript \w is ASCII alone.
+const WORD = "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\u200c\u200d";
+const SPACE = "\t-\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000";
+const WHITESPACE = {
+  type: "Split",
+  pattern: { Regex: `[${WORD}]+|[^${WORD}${SPACE}]+` },
+  behavior: "Removed",
+  invert: true,
+};
+
+/**
+ * Return a pre-tokenizer whose step "Whitespace" knows the letters of all scripts, which that of the package does not.
+ *
+ * Throw ModelFileError for a step that the package takes for another one.
+ */
+function withUnicodeWords(part: unknown): unknown {
+  if (Array.isArray(part)) return part.map(withUnicodeWords);
+  if (typeof part !== "object" || part === null) return part;
+  const { type, behavior } = part as { type?: unknown; behavior?: unknown };
+  if (type === "Whitespace") return WHITESPACE;
+  if (type === "Split" && behavior !== "Removed" && behavior !== "Isolated") {
+    throw new ModelFileError(
+      `the file's tokenizer splits texts in a way (${quotable(behavior)}) that the JavaScript runtime does not have: run ` +
+        "the model with the Python runtime",
+    );
+  }
+  return Object.fromEntries(Object.entries(part).map(([name, value]) => [name, withUnicodeWords(value)]));
 }
 
 /** The functions of the package that its types hide. */
@@ -46,7 +76,8 @@ export class TokenizerParts {
       const json = JSON.parse(definition) as TokenizerJson;
       checkGrowth(json as unknown as Record<string, unknown>);
       // A vocabulary of whole words has its unknown token in the configuration of another file, for this package.
-      return [new Tokenizer(json, { unk_token: json.model.unk_token ?? undefined }), json] as const;
+      const parts = { ...json, pre_tokenizer: withUnicodeWords(json.pre_tokenizer) };
+      return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), json] as const;
     });
     const { model } = this.json;
     this.unknown = model.unk_token ? this.tokenizer.token_to_id(model.unk_token) : (model.unk_id ?? undefined);

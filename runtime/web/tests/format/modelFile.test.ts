@@ -33,7 +33,9 @@ test("the digest of the exporter is found, and a change of any kind is an error"
   await expect(checkDigest(g2p, "g2p.onnx")).resolves.toMatch(/^[0-9a-f]{64}$/);
   const changed = g2p.slice();
   changed[3_000_000] ^= 1;
-  await expect(checkDigest(changed, "g2p.onnx")).rejects.toThrow("g2p.onnx is damaged, or was changed after its export");
+  await expect(checkDigest(changed, "g2p.onnx")).rejects.toThrow(
+    "g2p.onnx is damaged, or was changed after its export",
+  );
   await expect(checkDigest(g2p.subarray(0, 1000), "g2p.onnx")).resolves.toBeUndefined();
   await expect(Model.load(changed)).rejects.toThrow(ModelFileError);
 });
@@ -60,7 +62,11 @@ test("each stage has its own inputs and outputs", () => {
 
 describe("manifests", () => {
   const cases: [string, (manifest: Record<string, unknown>) => void, string][] = [
-    ["of a later version", (m) => (m["version"] = 9), "has version 9 and this runtime reads version 8: upgrade tformer"],
+    [
+      "of a later version",
+      (m) => (m["version"] = 9),
+      "has version 9 and this runtime reads version 8: upgrade tformer",
+    ],
     ["of an earlier version", (m) => (m["version"] = 7), "was written by an earlier tformer"],
     ["without a version", (m) => delete m["version"], "manifest is damaged: export the model again"],
     ["with another field", (m) => (m["futureThing"] = 1), "unknown field `futureThing`"],
@@ -131,7 +137,9 @@ describe.each(["node", "wasm"])("damaged files on %s", (device) => {
       const bytes = concatBytes([g2p, entry(changedManifest(change as () => void))]); // the last entry of a key holds
       return Engine.open({ name: "g2p.onnx", bytes }, backend);
     };
-    await expect(open((m) => (m.decode.caches[0].shape[1] = 5))).rejects.toThrow("in the graph float32 (free, 4, free, 32)");
+    await expect(open((m) => (m.decode.caches[0].shape[1] = 5))).rejects.toThrow(
+      "in the graph float32 (free, 4, free, 32)",
+    );
     await expect(open((m) => m.decode.controls.pop())).rejects.toThrow("that it does not describe");
     await expect(open((m) => (m.decode.logits.name = "scores"))).rejects.toThrow("the graph has no output 'scores'");
     await expect(open((m) => (m.precision = "bf16"))).rejects.toThrow("computes in bfloat16");
