@@ -1,7 +1,7 @@
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { AbortedError, Model, ModelFileError, OptionError, UnsupportedCallError, type Result } from "../src/index.js";
 import { camelCase } from "../src/format/typedJson.js";
-import { Golden } from "./golden/golden.js";
+import { Golden, type Place } from "./golden/golden.js";
 import { modelBytes, modelPath } from "./support/models.js";
 
 interface Expected {
@@ -32,6 +32,14 @@ type Case =
       prompt: number[];
     }
   | { kind: "classify"; texts: string[]; ids: number[][]; results: [string, number][][] }
+  | {
+      kind: "extras";
+      words: string[];
+      runs: {
+        options: Record<string, unknown>;
+        results: { text: string; cross: Place<"float32">; hidden: Record<string, Place<"float32">> }[][];
+      }[];
+    }
   | { kind: "errors"; cases: [string, string][] };
 
 // Kernels of one row and of several, and those of another processor, round in their own ways.
@@ -171,6 +179,30 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     await expect(model.generate("a")).rejects.toThrow(UnsupportedCallError);
     await expect(model.embed(["a"])).rejects.toThrow("classifies its inputs: it cannot embed; call classify()");
     await expect(model.classify("abc")).rejects.toThrow("give a list of inputs");
+    await model.dispose();
+  });
+
+  test("cross-attention weights and hidden states of each token", async () => {
+    const [expected] = ofKind("extras");
+    const model = await Model.load(modelPath("g2p-extras"), { device });
+    for (const run of expected.runs) {
+      const options = { ...optionsOf(run), crossAttentions: true, hiddenStates: true };
+      const results = await all(model.generateBatch(expected.words, options));
+      results.forEach((result, i) => {
+        [result, ...result.alternatives].forEach((one, k) => {
+          const { text, cross, hidden } = run.results[i][k];
+          expect(one.text).toBe(text);
+          expect(one.crossAttentions!.shape).toEqual(cross.shape);
+          close([...one.crossAttentions!.data], [...golden.array(cross)], TOLERANCE);
+          expect([...one.hiddenStates.keys()].sort()).toEqual(Object.keys(hidden).sort());
+          for (const [name, value] of one.hiddenStates) {
+            expect(value.shape, name).toEqual(hidden[name].shape);
+            close([...value.data], [...golden.array(hidden[name])], 1e-4);
+          }
+        });
+      });
+    }
+    expect(() => model.stream("a", { crossAttentions: true })).toThrow("a stream gives text alone");
     await model.dispose();
   });
 

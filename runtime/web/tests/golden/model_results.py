@@ -102,6 +102,33 @@ def languages() -> dict[str, Any]:
     }
 
 
+def extras(file: GoldenFile) -> dict[str, Any]:
+    model = Model.load(BUILD / "g2p-extras.onnx", threads=1)
+    wanted = {"cross_attentions": True, "hidden_states": True}
+    runs: list[dict[str, Any]] = [{}, {"num_beams": 3, "num_return_sequences": 2}, {"forced_prefix": "K AH"}]
+    return {
+        "kind": "extras",
+        "words": WORDS[:6],
+        "runs": [
+            {
+                "options": options,
+                "results": [
+                    [
+                        {
+                            "text": one.text,
+                            "cross": file.array(one.cross_attentions),
+                            "hidden": {name: file.array(array) for name, array in one.hidden_states.items()},
+                        }
+                        for one in (result, *result.alternatives)
+                    ]
+                    for result in model.generate_batch(WORDS[:6], **options, **wanted)
+                ],
+            }
+            for options in runs
+        ],
+    }
+
+
 def errors() -> dict[str, Any]:
     model = Model.load(BUILD / "g2p.onnx", threads=1)
     cases = []
@@ -115,8 +142,8 @@ def errors() -> dict[str, Any]:
 
 def main() -> None:
     cases = {"g2p": lambda: generation("g2p"), "g2p-int8": lambda: generation("g2p-int8")}
-    all_cases = [*(make() for make in cases.values()), chat(), languages(), errors()]
-    GoldenFile().write(all_cases)
+    file = GoldenFile()
+    file.write([*(make() for make in cases.values()), chat(), languages(), errors(), extras(file)])
 
 
 main()

@@ -11,6 +11,14 @@ const PYTHON = process.env["PYTHON"] ?? resolve(REPOSITORY, ".venv/bin/python");
 const FILES: Readonly<Record<string, readonly string[]>> = {
   g2p: ["models/g2p/model.pt"],
   "g2p-int8": ["models/g2p/model.pt", "--quantize", "int8"],
+  "g2p-extras": [
+    "models/g2p/model.pt",
+    "--cross-attentions",
+    "--hidden-states",
+    "decoder_norm",
+    "--hidden-states",
+    "encoder_norm",
+  ],
   words: ["models/words/model.pt"],
   languages: ["models/languages/model.pt"],
   elnino: ["models/elnino/model.pt"],
