@@ -1,7 +1,7 @@
 /** `Model`: a loaded model file, and the calls of all tasks. */
 
 import type { NumberArray } from "./base/arrays.js";
-import { InputError, ModelFileError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
 import { backendOf } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
@@ -20,19 +20,22 @@ import {
   CROSS_ATTENTIONS,
   extraOutputs,
   HIDDEN_STATES,
-  SERIES,
   takesPrompt,
   type Manifest,
 } from "./format/manifest.js";
 import { checkDigest } from "./format/digest.js";
+import { loadParts, type ModelParts } from "./modelParts.js";
 import { readSource, type ModelAddress, type Progress } from "./loading/source.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
+import type { Sound } from "./preprocess/audio.js";
 import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
+import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
-import { Classifier, type Classification } from "./tasks/classification.js";
-import { Features } from "./tasks/features.js";
+import type { Classification } from "./tasks/classification.js";
+import type { Features } from "./tasks/features.js";
 import { scoreTokens } from "./tasks/givenTokens.js";
-import { taskOf } from "./tasks/index.js";
+import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { ForecastOptions } from "./tasks/forecasting.js";
 import { runSinglePass } from "./tasks/singlePass.js";
 
 /** How a model is loaded. */
@@ -80,18 +83,15 @@ export class Model {
   readonly manifest: Manifest;
   private readonly inputs: Inputs;
   private readonly generator: Generator;
-  private onlyTask: Task | undefined;
   private template: PromptTemplate | undefined;
 
-  /** templateOf: makes the chat template of a file; undefined for a file without one. */
   private constructor(
     private readonly engine: Engine,
-    private readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined,
+    private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
-    this.inputs = new Inputs(engine.manifest);
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders);
     this.generator = new Generator(engine, this.inputs.outputCodec);
-    this.checkFile();
   }
 
   /**
@@ -110,44 +110,11 @@ export class Model {
     if (verify) await checkDigest(source.bytes, source.name, signal);
     const engine = await Engine.open(source, backend);
     try {
-      const hasTemplate = engine.manifest.chatTemplate !== undefined; // few models do, and templates are large code
-      const templates = hasTemplate ? await import("./preprocess/chatTemplate.js") : undefined;
-      return new Model(engine, templates?.templateOf);
+      return new Model(engine, await loadParts(engine));
     } catch (error) {
       engine.close();
       throw error;
     }
-  }
-
-  /** Throw ModelFileError for settings of the file that no call could use: a stranger may have written them. */
-  private checkFile(): void {
-    const { manifest } = this;
-    const { name } = this.engine;
-    if (manifest.placeholders.size) {
-      throw new UnsupportedCallError(
-        `${name} reads pictures in its prompt, which the JavaScript runtime does not: run it with the Python runtime`,
-      );
-    }
-    try {
-      if (this.forecasts) return;
-      if (!manifest.decode) this.onlyTask = taskOf(manifest);
-      else {
-        const settings = settingsOf({}, manifest.generationDefaults);
-        adapterNumber(manifest, settings.adapter);
-      }
-    } catch (error) {
-      if (error instanceof ModelFileError) throw new ModelFileError(`${name}: ${error.reason}`, undefined, error);
-      if (!(error instanceof OptionError)) throw error;
-      throw new ModelFileError(
-        `the defaults of ${name} are damaged (${error.reason}): export the model again`,
-        undefined,
-        error,
-      );
-    }
-  }
-
-  private get forecasts(): boolean {
-    return [...this.manifest.preprocessing.values()].some(({ kind }) => kind === SERIES);
   }
 
   /** The device of the model: "node" or "wasm". */
@@ -270,18 +237,18 @@ export class Model {
       generator: this.generator,
       inputs: this.inputs,
       settings: (generation, streams) => this.settings(generation, streams),
-      template: this.templateOf && this.chatTemplate(),
+      template: this.parts.templateOf && this.chatTemplate(),
       system: options.system,
     });
   }
 
   private chatTemplate(): PromptTemplate {
-    if (!this.templateOf) {
+    if (!this.parts.templateOf) {
       throw new UnsupportedCallError(
         "the file has no chat template: export the model from a folder whose tokenizer has one, or with --chat-template",
       );
     }
-    return (this.template ??= this.templateOf(this.manifest));
+    return (this.template ??= this.parts.templateOf(this.manifest));
   }
 
   /**
@@ -308,17 +275,50 @@ export class Model {
 
   /** Return the labels of each input and their probabilities. Options as of `predict`, with topK. */
   async classify(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Classification[]> {
-    if (!(this.task("classify") instanceof Classifier)) throw this.otherTask("classify");
+    if (this.task("classify").call !== "classify()") throw this.otherTask("classify");
     return (await collected(this.predictBatch(severalInputs(inputs), options))) as Classification[];
   }
 
   /** Return a vector for each input. Options as of `predict`. */
   async embed(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Float32Array[]> {
     const task = this.task("embed");
-    if (!(task instanceof Features)) throw this.otherTask("embed");
-    task.mustPool("embed()");
+    if (task.call !== "embed()") throw this.otherTask("embed");
+    (task as Features).mustPool("embed()");
     const vectors = (await collected(this.predictBatch(severalInputs(inputs), options))) as NumberArray[];
     return vectors.map(({ data }) => Float32Array.from(data));
+  }
+
+  /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */
+  async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
+    if (this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
+    return (await this.predict(sound as Input, options)) as Transcription;
+  }
+
+  /**
+   * Return the forecast (horizon, targets) of a history (time, columns), both in the units of the data.
+   *
+   * Throw InputError, OptionError, or UnsupportedCallError for a model that does not forecast.
+   */
+  async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
+    const { value } = await this.forecastBatch([history], options).next();
+    return value as NumberArray;
+  }
+
+  /** Run `forecast` for any number of histories, of any lengths. Yield the results in the order of the histories. */
+  forecastBatch(
+    histories: Iterable<History> | AsyncIterable<History>,
+    options: ForecastOptions = {},
+  ): AsyncGenerator<NumberArray> {
+    if (this.disposed) throw closedError();
+    checkNames(Object.keys(options), ["horizon", "truncate", "batchSize", "signal"]);
+    if (options.batchSize !== undefined) checkInt("batchSize", options.batchSize);
+    if (options.truncate !== undefined) checkBoolean("truncate", options.truncate);
+    if (!this.parts.forecaster) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) was not exported to forecast: export it with series={…}`,
+      );
+    }
+    return this.parts.forecaster.forecastAll(histories, options);
   }
 
   /** Return the settings of a request. Throw OptionError or UnsupportedCallError for those that the model lacks. */
@@ -373,7 +373,7 @@ export class Model {
     this.mustNotForecast(call);
     if (!this.manifest.decode) {
       throw new UnsupportedCallError(
-        `this model (${this.manifest.task}) is a single-pass model: it cannot ${call}; call ${this.onlyTask!.call}, or ` +
+        `this model (${this.manifest.task}) is a single-pass model: it cannot ${call}; call ${this.parts.task!.call}, or ` +
           "export it with the step_input that it decodes",
       );
     }
@@ -387,11 +387,11 @@ export class Model {
         `this model (${this.manifest.task}) generates: it cannot ${call}; call generate()`,
       );
     }
-    return this.onlyTask!;
+    return this.parts.task!;
   }
 
   private otherTask(call: string): UnsupportedCallError {
-    const task = this.onlyTask!;
+    const task = this.parts.task!;
     return new UnsupportedCallError(
       `this model (${this.manifest.task}) ${task.does}: it cannot ${call}; call ${task.call} or predict()`,
     );
@@ -400,7 +400,7 @@ export class Model {
   /** Throw UnsupportedCallError for a forecaster, as for a closed model: all other calls begin here. */
   private mustNotForecast(call: string): void {
     if (this.disposed) throw closedError();
-    if (this.forecasts) {
+    if (this.parts.forecaster) {
       throw new UnsupportedCallError(
         `this model (${this.manifest.task}) continues series of numbers: it cannot ${call}; call forecast()`,
       );

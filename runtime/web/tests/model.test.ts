@@ -1,5 +1,13 @@
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
-import { AbortedError, Model, ModelFileError, OptionError, UnsupportedCallError, type Result } from "../src/index.js";
+import {
+  AbortedError,
+  InputError,
+  Model,
+  ModelFileError,
+  OptionError,
+  UnsupportedCallError,
+  type Result,
+} from "../src/index.js";
 import { camelCase } from "../src/format/typedJson.js";
 import { Golden, type Place } from "./golden/golden.js";
 import { modelBytes, modelPath } from "./support/models.js";
@@ -39,6 +47,12 @@ type Case =
         options: Record<string, unknown>;
         results: { text: string; cross: Place<"float32">; hidden: Record<string, Place<"float32">> }[][];
       }[];
+    }
+  | {
+      kind: "forecast";
+      histories: Place<"float64">[];
+      forecasts: Place<"float32">[];
+      short: Place<"float32">;
     }
   | { kind: "errors"; cases: [string, string][] };
 
@@ -204,6 +218,30 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     }
     expect(() => model.stream("a", { crossAttentions: true })).toThrow("a stream gives text alone");
     await model.dispose();
+  });
+
+  test("forecasts in the units of the data", async () => {
+    const [expected] = ofKind("forecast");
+    const model = await Model.load(modelPath("elnino"), { device });
+    const histories = expected.histories.map((place) => golden.array(place));
+    const forecasts = await all(model.forecastBatch(histories, { truncate: true, batchSize: 4 }));
+    forecasts.forEach(({ data, shape }, i) => {
+      expect(shape).toEqual([12, 1]);
+      close([...data], [...golden.array(expected.forecasts[i])], 1e-4);
+    });
+    const short = await model.forecast(
+      [...histories[0]].map((value) => [value]),
+      { horizon: 5 },
+    );
+    close([...short.data], [...golden.array(expected.short)], 1e-4);
+    await expect(model.forecast(histories[1])).rejects.toThrow("67 rows and the model reads at most 60");
+    await expect(model.forecast(histories[0], { horizon: 13 })).rejects.toThrow("horizon must be at most 12");
+    await expect(model.forecast([1, NaN])).rejects.toThrow(InputError);
+    await expect(model.generate("a")).rejects.toThrow(
+      "continues series of numbers: it cannot generate; call forecast()",
+    );
+    await model.dispose();
+    await expect(model.forecast(histories[0])).rejects.toThrow("the model is closed");
   });
 
   test("wrong inputs have the sentences of Python", async () => {

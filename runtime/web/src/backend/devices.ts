@@ -2,7 +2,6 @@
 
 import { DeviceError } from "../base/errors.js";
 import { shown } from "../base/validation.js";
-import { nodeBackend } from "./nodeSession.js";
 import type { Backend } from "./session.js";
 import { wasmBackend, type WasmOptions } from "./wasmSession.js";
 
@@ -12,6 +11,10 @@ export const DEVICES = ["auto", "node", "wasm", "webgpu"] as const;
 export function isNode(): boolean {
   const process = (globalThis as { process?: { versions?: { node?: string }; type?: string } }).process;
   return typeof process?.versions?.node === "string" && process.type !== "renderer";
+}
+
+async function nodeBackend(threads: number | undefined): Promise<Backend> {
+  return (await import("./nodeSession.js")).nodeBackend(threads); // no page needs its code
 }
 
 /**

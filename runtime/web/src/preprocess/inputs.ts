@@ -10,6 +10,8 @@ import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
 import { logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
 import type { Message, PromptTemplate, Tools } from "./conversation.js";
+import type { Sound } from "./audio.js";
+import type { ImageInput } from "./images.js";
 import { TextReader, type Pair } from "./textReader.js";
 import { Codec } from "./tokenizer.js";
 
@@ -19,8 +21,8 @@ const CHARACTERS_PER_TOKEN = 8; // of a text that just fits into a model; words 
 type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 /** Nested lists of numbers, a typed array, or a typed array with a shape. */
 export type NumberInput = Numbers | readonly unknown[] | NumberArray;
-/** A text, a pair of texts, ids or features. */
-export type Value = string | Pair | NumberInput | number;
+/** A text, a pair of texts, ids or features, a decoded picture or a sound. */
+export type Value = string | Pair | NumberInput | number | ImageInput | Sound;
 /** A value; for a model with several inputs, an object with the names of the inputs. */
 export type Input = Value | { readonly [name: string]: Value };
 
@@ -34,7 +36,7 @@ export interface IdsOptions {
 }
 
 /** Turns a caller's value for an input of data, such as a picture or samples, into an array. */
-export type DataReader = (value: Value) => NumberArray | Promise<NumberArray>;
+export type DataReader = (value: Value) => Value | Promise<Value>;
 
 /** Return whether a value is a pair of texts. */
 export function isPair(value: unknown): value is Pair {
@@ -51,10 +53,19 @@ function isSequence(spec: RequestInput): boolean {
   return spec.role === "ids" && spec.shape.length === 2 && !isNumber(spec);
 }
 
+type Mapping = { readonly [name: string]: Value };
+
 /** Return whether an input is an object with the names of inputs. */
-function isMapping(input: unknown): input is { readonly [name: string]: Value } {
+function isMapping(input: unknown): input is Mapping {
   if (typeof input !== "object" || input === null || Array.isArray(input) || ArrayBuffer.isView(input)) return false;
-  return !isNumberArray(input) && Object.getPrototypeOf(input) === Object.prototype;
+  if (isNumberArray(input) || isMedium(input)) return false;
+  return Object.getPrototypeOf(input) === Object.prototype;
+}
+
+/** Return whether a value is a decoded picture, or a sound with its rate. */
+function isMedium(value: object): boolean {
+  const has = (...names: string[]) => names.every((name) => name in value);
+  return has("data", "width", "height") || has("samples", "samplingRate") || has("getChannelData");
 }
 
 function isNumberArray(value: unknown): value is NumberArray {
@@ -111,7 +122,7 @@ export class Inputs {
     let value = input;
     if (isMapping(input)) {
       this.checkNames([this.step], input);
-      value = input[this.step];
+      value = (input as Mapping)[this.step];
     }
     const before = startsPrompt ? start : start.subarray(0, 0);
     const ids = this.ids(this.step, value as Value, {

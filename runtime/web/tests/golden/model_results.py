@@ -129,6 +129,18 @@ def extras(file: GoldenFile) -> dict[str, Any]:
     }
 
 
+def forecasts(file: GoldenFile) -> dict[str, Any]:
+    model = Model.load(BUILD / "elnino.onnx", threads=1)
+    rng = np.random.default_rng(1)
+    histories = [22 + 3 * np.sin(np.arange(60 + 7 * i) / 6 + i) + rng.normal(0, 0.3, 60 + 7 * i) for i in range(6)]
+    return {
+        "kind": "forecast",
+        "histories": [file.array(history) for history in histories],
+        "forecasts": [file.array(values) for values in model.forecast_batch(histories, truncate=True)],
+        "short": file.array(model.forecast(histories[0], horizon=5)),
+    }
+
+
 def errors() -> dict[str, Any]:
     model = Model.load(BUILD / "g2p.onnx", threads=1)
     cases = []
@@ -143,7 +155,7 @@ def errors() -> dict[str, Any]:
 def main() -> None:
     cases = {"g2p": lambda: generation("g2p"), "g2p-int8": lambda: generation("g2p-int8")}
     file = GoldenFile()
-    file.write([*(make() for make in cases.values()), chat(), languages(), errors(), extras(file)])
+    file.write([*(make() for make in cases.values()), chat(), languages(), errors(), extras(file), forecasts(file)])
 
 
 main()
