@@ -29,3 +29,4 @@ export type { ForecastOptions } from "./tasks/forecasting.js";
 export type { Sound } from "./preprocess/audio.js";
 export type { ImageInput } from "./preprocess/images.js";
 export type { History } from "./preprocess/series.js";
+export type { Filled, MaskCandidate } from "./tasks/fillMask.js";

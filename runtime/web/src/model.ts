@@ -35,6 +35,7 @@ import type { Classification } from "./tasks/classification.js";
 import type { Features } from "./tasks/features.js";
 import { scoreTokens } from "./tasks/givenTokens.js";
 import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Filled } from "./tasks/fillMask.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import { runSinglePass } from "./tasks/singlePass.js";
 
@@ -286,6 +287,12 @@ export class Model {
     (task as Features).mustPool("embed()");
     const vectors = (await collected(this.predictBatch(severalInputs(inputs), options))) as NumberArray[];
     return vectors.map(({ data }) => Float32Array.from(data));
+  }
+
+  /** Return the most probable tokens for each mask of each text. Options as of `predict`, with topK and candidateTokens. */
+  async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
+    if (this.task("fill").call !== "fill()") throw this.otherTask("fill");
+    return (await collected(this.predictBatch(severalInputs(inputs), options))) as Filled[];
   }
 
   /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */

@@ -36,6 +36,9 @@ interface Tasks {
   vectors: Place<"float32">[];
   states: Place<"float32">[];
   relevance: number[];
+  masked: string[];
+  filled: [string, number, number, string][][][];
+  chosen: number[][][];
   pictures: Place<"uint8">[];
   labels: [string, number][][];
   sounds: Place<"float32">[];
@@ -130,6 +133,28 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       results.map(({ score }) => score),
       tasks.relevance,
     );
+    await model.dispose();
+  });
+
+  test("tokens for masks", async () => {
+    const model = await Model.load(golden.array(tasks.files["masks"]), { device });
+    const filled = await model.fill(tasks.masked, { topK: 3 });
+    filled.forEach((masks, i) => {
+      masks.forEach((candidates, k) => {
+        const expected = tasks.filled[i][k];
+        expect(candidates.map(({ token, id, text }) => [token, id, text])).toEqual(
+          expected.map(([token, id, , text]) => [token, id, text]),
+        );
+        close(
+          candidates.map(({ score }) => score),
+          expected.map(([, , score]) => score),
+        );
+      });
+    });
+    const chosen = await model.fill(tasks.masked, { topK: 2, candidateTokens: ["good", 4] });
+    expect(chosen.map((masks) => masks.map((mask) => mask.map(({ id }) => id)))).toEqual(tasks.chosen);
+    await expect(model.fill(["good"])).rejects.toThrow("the input has no mask: write old where it belongs");
+    await expect(model.fill(["old"], { candidateTokens: "x y" })).rejects.toThrow("is not one token");
     await model.dispose();
   });
 

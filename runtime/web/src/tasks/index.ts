@@ -16,11 +16,13 @@ const TASKS: Readonly<Record<string, () => Promise<TaskClass>>> = {
   "sentence-similarity": features,
   "image-classification": async () => (await import("./classification.js")).ImageClassifier,
   "image-feature-extraction": async () => (await import("./features.js")).ImageFeatures,
+  "fill-mask": async () => (await import("./fillMask.js")).FillMask,
   [SPEECH]: async () => (await import("./ctcRecognition.js")).CtcRecognition,
 };
 
 /** Tasks of the Python runtime that this one does not have yet. */
-const ABSENT = ["token-classification", "question-answering", "fill-mask"];
+const ABSENT = ["token-classification", "question-answering"];
+const NEEDS_TOKENIZER = [...ABSENT, "fill-mask"];
 
 /** Return whether a file transcribes speech by generating text. */
 export function isSpeechToText(manifest: Manifest): boolean {
@@ -31,7 +33,8 @@ export function isSpeechToText(manifest: Manifest): boolean {
 /**
  * Return the task of a single-pass model.
  *
- * A task without a class becomes `Features`, whose results are the outputs of the model. Throw UnsupportedCallError for a
+ * A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are the
+ * outputs of the model. Throw UnsupportedCallError for a
  * task that this runtime does not have, ModelFileError for damaged settings of a task.
  */
 export async function taskOf(manifest: Manifest): Promise<Task> {
@@ -40,6 +43,7 @@ export async function taskOf(manifest: Manifest): Promise<Task> {
       `the JavaScript runtime does not have the task ${manifest.task}: run the model with the Python runtime`,
     );
   }
-  const load = Object.hasOwn(TASKS, manifest.task) ? TASKS[manifest.task] : features;
+  const isRaw = NEEDS_TOKENIZER.includes(manifest.task) && !manifest.tokenizerOf.size;
+  const load = Object.hasOwn(TASKS, manifest.task) && !isRaw ? TASKS[manifest.task] : features;
   return new (await load())(manifest);
 }

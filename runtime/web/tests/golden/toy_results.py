@@ -97,20 +97,27 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
     sounds = [0.1 * rng.standard_normal(n).astype(np.float32) for n in (16000, 4000, 45000)]
     histories = [rng.standard_normal((n, 2)).cumsum(0) for n in (3, 9, 40, 3)]
     loaded = {name: Model.load(path, threads=1) for name, path in files.items()}
+    masked = ["old day", "a good old old film", "the old night"]
     speech = {"timestamps": "char", "num_beams": 3, "chunk_length_s": 1.0}
     return [
         {
             "kind": "tasks",
             "files": {
                 name: file.array(np.frombuffer(files[name].read_bytes(), np.uint8))
-                for name in ("vector", "states", "scores", "relevance", "pictures", "sounds", "series")
+                for name in ("vector", "states", "relevance", "masks", "pictures", "sounds", "series")
             },
             "texts": texts,
             "vectors": [file.array(v) for v in loaded["vector"].embed(texts)],
             "states": [file.array(v) for v in loaded["states"].predict(texts)],
-            "scores": [list(r.scores.items()) for r in loaded["scores"].classify(texts)]
-            if loaded["scores"].manifest.task == "text-classification"
-            else None,
+            "masked": masked,
+            "filled": [
+                [[[c.token, c.id, c.score, c.text] for c in mask] for mask in text]
+                for text in loaded["masks"].fill(masked, top_k=3)
+            ],
+            "chosen": [
+                [[c.id for c in mask] for mask in text]
+                for text in loaded["masks"].fill(masked, top_k=2, candidate_tokens=["good", 4])
+            ],
             "relevance": [r.score for r in loaded["relevance"].classify(list(zip(texts, texts[::-1], strict=True)))],
             "pictures": [file.array(p) for p in pictures],
             "labels": [list(r.scores.items()) for r in loaded["pictures"].classify(pictures)],
