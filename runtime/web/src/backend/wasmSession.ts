@@ -8,7 +8,7 @@
  */
 
 import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
-import { DeviceError, OutOfMemoryError } from "../base/errors.js";
+import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors.js";
 import { DATA_TYPES } from "../format/onnxFields.js";
 import type { Manifest } from "../format/manifest.js";
 import {
@@ -120,6 +120,12 @@ async function loadModule(options: WasmOptions): Promise<OrtModule> {
   return module;
 }
 
+/** Return the TformerError for an error of the module. After a trap its memory is in no known state: others are loaded. */
+function errorOf(error: unknown, name: string): TformerError {
+  if (error instanceof WebAssembly.RuntimeError) loading = undefined;
+  return translateError(error, name);
+}
+
 function defaultThreads(): number {
   const isolated = (globalThis as { crossOriginIsolated?: boolean }).crossOriginIsolated === true;
   const cores = globalThis.navigator?.hardwareConcurrency ?? 1;
@@ -224,7 +230,7 @@ class WasmBackend implements Backend {
       if (!session) throw new Error(heap.lastError());
       return new WasmSession(heap, session, name);
     } catch (error) {
-      throw translateError(error, name);
+      throw errorOf(error, name);
     } finally {
       module.unmountExternalData();
       if (options) module._OrtReleaseSessionOptions(options);
@@ -353,7 +359,7 @@ class WasmBinding implements Binding {
       if (typeof code !== "number") return code.then((late) => this.check(late));
       this.check(code);
     } catch (error) {
-      throw translateError(error, this.name);
+      throw errorOf(error, this.name);
     }
   }
 

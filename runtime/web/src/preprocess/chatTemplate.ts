@@ -50,7 +50,7 @@ export function compileTemplate(text: string, tokens: ReadonlyMap<string, string
 
 type Program = ReturnType<typeof parse>;
 
-const MAX_STEPS = 5_000_000; // of evaluating a template; those of published models take some thousands
+const MAX_STEPS = 500_000; // of evaluating a template; those of published models take some thousands
 const MAX_RANGE = 100_000;
 
 class LimitedInterpreter extends Interpreter {

@@ -22,6 +22,7 @@ interface TokenizerJson {
   readonly added_tokens?: readonly { readonly id: number; readonly content: string; readonly special: boolean }[];
   readonly decoder?: DecoderJson | null;
   readonly pre_tokenizer?: unknown;
+  readonly normalizer?: unknown;
 }
 
 // What \w and \s are in the tokenizers library; in JavaScript \w is ASCII alone.
@@ -44,6 +45,7 @@ function withUnicodeWords(part: unknown): unknown {
   if (typeof part !== "object" || part === null) return part;
   const { type, behavior } = part as { type?: unknown; behavior?: unknown };
   if (type === "Whitespace") return WHITESPACE;
+  if ("pattern" in part) checkPattern(part.pattern);
   if (type === "Split" && behavior !== "Removed" && behavior !== "Isolated") {
     throw new ModelFileError(
       `the file's tokenizer splits texts in a way (${quotable(behavior)}) that the JavaScript runtime does not have: run ` +
@@ -63,6 +65,13 @@ type Parts = {
     | null;
 };
 
+/** Throw ModelFileError for a pattern that is none, which the package would ignore. */
+function checkPattern(pattern: unknown): void {
+  const { String: text, Regex: expression } = (pattern ?? {}) as { String?: unknown; Regex?: unknown };
+  if (typeof text === "string" || typeof expression === "string") return;
+  throw new ModelFileError("the file's tokenizer has a pattern that is neither a text nor a regular expression");
+}
+
 /** A tokenizer of the file as the package has it, with the facts that it does not give. */
 export class TokenizerParts {
   readonly tokenizer: Tokenizer;
@@ -75,6 +84,7 @@ export class TokenizerParts {
     [this.tokenizer, this.json] = readingTokenizer(() => {
       const json = JSON.parse(definition) as TokenizerJson;
       checkGrowth(json as unknown as Record<string, unknown>);
+      withUnicodeWords(json.normalizer);
       // A vocabulary of whole words has its unknown token in the configuration of another file, for this package.
       const parts = { ...json, pre_tokenizer: withUnicodeWords(json.pre_tokenizer) };
       return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), json] as const;
