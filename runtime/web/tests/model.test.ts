@@ -1,4 +1,4 @@
-import { afterAll, beforeAll, describe, expect, test } from "vitest";
+import { afterAll, beforeAll, describe, expect, test, vi } from "vitest";
 import {
   AbortedError,
   InputError,
@@ -8,6 +8,7 @@ import {
   UnsupportedCallError,
   type Result,
 } from "../src/index.js";
+import type { Engine } from "../src/engine/engine.js";
 import { camelCase } from "../src/format/typedJson.js";
 import { Golden, type Place } from "./golden/golden.js";
 import { modelBytes, modelPath } from "./support/models.js";
@@ -320,6 +321,39 @@ test("a signal ends a call", async () => {
     break; // frees the memory
   }
   expect(model.memory().usedBytes).toBe(0);
+  await model.dispose();
+});
+
+test("a turn of a conversation reads only what is new", async () => {
+  const model = await Model.load(modelPath("words"), { device: "wasm" });
+  const engine = (model as unknown as { engine: Engine }).engine;
+  const chat = model.chat();
+  await chat.send("hello");
+  const step = vi.spyOn(engine, "step");
+  await chat.send("world");
+  const read = step.mock.calls.reduce((sum, [, tokens]) => sum + tokens.length, 0);
+  const [first, second] = chat.turns;
+  // The first prompt is in the cache, but for its last id. The last id of the answer is not read.
+  const prompt = first.ids.length - first.result.tokenIds.length;
+  expect(read).toBe(second.ids.length - 1 - (prompt - 1));
+  step.mockRestore();
+  await expect(Promise.all([chat.send("a"), chat.send("b")])).rejects.toThrow("is answering a message");
+  await model.dispose();
+});
+
+test("calls at the same time have the results of single ones, and leave no memory behind", async () => {
+  const model = await Model.load(modelPath("g2p"), { device: "wasm" });
+  const words = ["hello", "transformer", "a", "quantization", "be"];
+  const alone: string[] = [];
+  for (const word of words) alone.push((await model.generate(word, { numBeams: 3 })).text);
+  let heap: number | undefined; // after the first round
+  for (let round = 0; round < 12; round++) {
+    if (round === 1) heap = model.memory().heapBytes;
+    const together = await Promise.all(words.map((word) => model.generate(word, { numBeams: 3 })));
+    expect(together.map(({ text }) => text)).toEqual(alone);
+    for await (const piece of model.stream("transformer")) if (piece) break;
+  }
+  expect(model.memory()).toMatchObject({ usedBytes: 0, heapBytes: heap });
   await model.dispose();
 });
 

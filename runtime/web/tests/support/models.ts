@@ -1,7 +1,7 @@
 /** The model files that tests open: those of this repository, exported to build/ if they are not there. */
 
 import { execFileSync } from "node:child_process";
-import { existsSync, readFileSync } from "node:fs";
+import { existsSync, mkdirSync, readFileSync } from "node:fs";
 import { resolve } from "node:path";
 
 const REPOSITORY = resolve(import.meta.dirname, "../../../..");
@@ -36,6 +36,7 @@ export function modelBytes(name: string): Uint8Array {
 
 /** Export the files that are missing. Vitest runs it once, before all tests. */
 export default function setup(): void {
+  mkdirSync(resolve(REPOSITORY, "build"), { recursive: true });
   for (const [name, args] of Object.entries(FILES)) {
     const output = modelPath(name);
     if (existsSync(output)) continue;
