@@ -12,10 +12,11 @@ from tformer_runtime import InputError, Model
 from tformer_runtime.decoding.request import Result
 
 BUILD = Path(__file__).resolve().parents[4] / "build"
-WORDS = (
-    "a be onnx hello transformer quantization pronunciation rhythm queue knight xylophone bureaucracy choir czar "
-    "mnemonic psyche aisle gnome wrought island colonel debt subtle receipt yacht"
-).split()
+WORDS = [
+    "a", "be", "onnx", "hello", "transformer", "quantization", "pronunciation", "rhythm", "queue", "knight",
+    "xylophone", "bureaucracy", "choir", "czar", "mnemonic", "psyche", "aisle", "gnome", "wrought", "island",
+    "colonel", "debt", "subtle", "receipt", "yacht",
+]  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "num_return_sequences": 3},

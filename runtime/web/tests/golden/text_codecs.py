@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,17 @@ CORPUS = [
     "don't stop. it's 3.14, isn't it?",
     "a  b\tc\nd",
 ] * 3
-TEXTS = [*CORPUS[:8], "", " leading and trailing ", "x", "unknown ☃ snowman", "ⅷ ﬁ", "HELLO World", "hello\u0301 world", "a" * 60]
+TEXTS = [
+    *CORPUS[:8],
+    "",
+    " leading and trailing ",
+    "x",
+    "unknown ☃ snowman",
+    "ⅷ ﬁ",
+    "HELLO World",
+    "hello\u0301 world",
+    "a" * 60,
+]
 
 
 def train(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
@@ -46,7 +57,9 @@ def tokenizers() -> dict[str, Tokenizer]:
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     byte_level = train(
         models.BPE(),
-        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoder=decoders.ByteLevel(),
     )
@@ -130,7 +143,7 @@ def main() -> None:
                 "read": [[text, *(a.tolist() for a in reader.read(text))] for text in TEXTS],
                 "pairs": [
                     [first, second, limit, *(a.tolist() for a in reader.read((first, second), limit))]
-                    for first, second in zip(TEXTS[:8], TEXTS[1:9], strict=True)
+                    for first, second in pairwise(TEXTS[:9])
                     for limit in (8, 9, 16, 40)
                 ],
                 "decoded": [
