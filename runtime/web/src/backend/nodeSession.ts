@@ -1,0 +1,168 @@
+/** Sessions of onnxruntime-node: tensors are JavaScript's memory, which a run reads and writes without copies. */
+
+import type * as Ort from "onnxruntime-node";
+import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
+import { MissingExtraError, OutOfMemoryError } from "../base/errors.js";
+import type { Manifest } from "../format/manifest.js";
+import {
+  checkPrecision,
+  closedError,
+  translateError,
+  withRows,
+  type Backend,
+  type Binding,
+  type Inputs,
+  type Outputs,
+  type Session,
+  type Tensor,
+  type Weights,
+} from "./session.js";
+
+/** Return the backend. threads: of one operator. Throw MissingExtraError without the package onnxruntime-node. */
+export async function nodeBackend(threads?: number): Promise<Backend> {
+  let ort: typeof Ort;
+  try {
+    const module = (await import("onnxruntime-node")) as typeof Ort & { default?: typeof Ort };
+    ort = module.default ?? module;
+  } catch (error) {
+    throw new MissingExtraError(
+      "device node needs onnxruntime-node: npm install onnxruntime-node --ignore-scripts, or choose device wasm",
+      undefined,
+      error,
+    );
+  }
+  return new NodeBackend(ort, threads);
+}
+
+class NodeBackend implements Backend {
+  readonly device = "node";
+  readonly mapsWeights = "file";
+
+  constructor(
+    private readonly ort: typeof Ort,
+    private readonly threads: number | undefined,
+  ) {}
+
+  tensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    return new NodeTensor(this.ort, dtype, dims, newArray(dtype, sizeOf(dims)));
+  }
+
+  async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
+    checkPrecision(manifest, name);
+    const settings = manifest.session;
+    const session: Record<string, string> = {};
+    if (!settings.spinning) session["intra_op.allow_spinning"] = "0";
+    if (weights.folder !== undefined) session["model_external_initializers_file_folder_path"] = weights.folder;
+    try {
+      const opened = await this.ort.InferenceSession.create(model, {
+        executionProviders: ["cpu"],
+        intraOpNumThreads: this.threads ?? settings.threads ?? 0,
+        logSeverityLevel: 4, // errors are thrown, so that logging them is redundant
+        extra: { session, optimization: { disable_specified_optimizers: settings.disabledOptimizers.join(";") } },
+      });
+      return new NodeSession(this.ort, opened, name);
+    } catch (error) {
+      throw translateError(error, name);
+    }
+  }
+}
+
+class NodeTensor implements Tensor {
+  readonly native: Ort.Tensor;
+
+  constructor(
+    private readonly ort: typeof Ort,
+    readonly dtype: Dtype,
+    readonly dims: readonly number[],
+    private readonly array: TypedArray,
+    native?: Ort.Tensor,
+  ) {
+    this.native = native ?? new ort.Tensor(dtype as "float32", array as Float32Array, [...dims]);
+  }
+
+  get byteLength(): number {
+    return this.array.byteLength;
+  }
+
+  data(): TypedArray {
+    return this.array;
+  }
+
+  rows(count: number): Tensor {
+    const dims = withRows(this.dims, count);
+    return new NodeTensor(this.ort, this.dtype, dims, this.array.subarray(0, sizeOf(dims)));
+  }
+
+  dispose(): void {} // the garbage collector frees it
+}
+
+class NodeSession implements Session {
+  constructor(
+    private readonly ort: typeof Ort,
+    private session: Ort.InferenceSession | undefined,
+    private readonly name: string,
+  ) {}
+
+  bind(inputs: Inputs, outputs: Outputs): Binding {
+    if (!this.session) throw closedError();
+    return new NodeBinding(this.ort, this, this.name, inputs, outputs);
+  }
+
+  get open(): Ort.InferenceSession {
+    if (!this.session) throw closedError();
+    return this.session;
+  }
+
+  dispose(): void {
+    const session = this.session;
+    this.session = undefined;
+    void session?.release();
+  }
+}
+
+class NodeBinding implements Binding {
+  private readonly feeds: Record<string, Ort.Tensor> = {};
+  private readonly fetches: Record<string, Ort.Tensor | null> = {};
+  private results: Ort.InferenceSession.OnnxValueMapType = {};
+
+  constructor(
+    private readonly ort: typeof Ort,
+    private readonly session: NodeSession,
+    private readonly name: string,
+    inputs: Inputs,
+    outputs: Outputs,
+  ) {
+    for (const [input, tensor] of inputs) this.feeds[input] = (tensor as NodeTensor).native;
+    for (const [output, tensor] of outputs) this.fetches[output] = tensor ? (tensor as NodeTensor).native : null;
+  }
+
+  async run(): Promise<void> {
+    try {
+      this.results = await this.session.open.run(this.feeds, this.fetches);
+    } catch (error) {
+      throw translateError(error, this.name);
+    }
+  }
+
+  output(name: string): Tensor {
+    const native = this.results[name] as Ort.Tensor;
+    return new NodeTensor(this.ort, native.type as Dtype, native.dims, native.data as TypedArray, native);
+  }
+
+  dispose(): void {
+    this.results = {};
+  }
+}
+
+function newArray(dtype: Dtype, size: number): TypedArray {
+  try {
+    return new (arrayClass(dtype))(size);
+  } catch (error) {
+    throw new OutOfMemoryError(
+      `${(size * itemBytes(dtype)).toLocaleString("en-US")} bytes are needed at once, which this machine does not ` +
+        "have: ask for fewer beams or sequences, or for fewer tokens",
+      undefined,
+      error,
+    );
+  }
+}

@@ -1,0 +1,122 @@
+/**
+ * What a device offers: tensors, and sessions that run a graph on them.
+ *
+ * All calls of onnxruntime go through the implementations of these interfaces. So each of onnxruntime's unrelated errors
+ * becomes an error of `base/errors` in one place.
+ */
+
+import type { Dtype, TypedArray } from "../base/arrays.js";
+import {
+  DeviceError,
+  errorSummary,
+  InputError,
+  ModelFileError,
+  OutOfMemoryError,
+  TformerError,
+  UnsupportedCallError,
+} from "../base/errors.js";
+import type { Manifest } from "../format/manifest.js";
+
+/** A tensor in memory that a session reads and writes. */
+export interface Tensor {
+  readonly dtype: Dtype;
+  readonly dims: readonly number[];
+  readonly byteLength: number;
+  /** Return the values, which a run of a session changes. They are valid until another tensor is made. */
+  data(): TypedArray;
+  /** Return the first rows as a tensor that shares this memory. It is disposed before this one. */
+  rows(count: number): Tensor;
+  /** Free the memory. */
+  dispose(): void;
+}
+
+/** Inputs and outputs of a session, bound once for any number of runs. */
+export interface Binding {
+  /** Run the session. The result is a promise if the device computes besides JavaScript's thread. */
+  run(): void | Promise<void>;
+  /** Return an output for which no tensor was given, of the latest run. The caller disposes it. */
+  output(name: string): Tensor;
+  dispose(): void;
+}
+
+export type Inputs = ReadonlyMap<string, Tensor>;
+/** Output → the tensor that a run overwrites; undefined for one that each run allocates. */
+export type Outputs = ReadonlyMap<string, Tensor | undefined>;
+
+export interface Session {
+  bind(inputs: Inputs, outputs: Outputs): Binding;
+  dispose(): void;
+}
+
+/** The weights of a model whose tensors refer to them. */
+export interface Weights {
+  /** Return the name of the file in the references; undefined if the model has its weights itself. */
+  readonly location: string | undefined;
+  readonly folder?: string;
+  readonly bytes?: Uint8Array;
+}
+
+export interface Backend {
+  readonly device: DeviceName;
+  /** Whether `weights` are mapped from a file on disk, or from bytes; the model must hold those of other sources. */
+  readonly mapsWeights: "file" | "bytes";
+  /** Return a tensor of zeros. Throw OutOfMemoryError. */
+  tensor(dtype: Dtype, dims: readonly number[]): Tensor;
+  /** Open a graph. Throw ModelFileError for one that onnxruntime cannot read. */
+  open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;
+}
+
+export type DeviceName = "node" | "wasm" | "webgpu";
+
+const OUT_OF_RANGE = /idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]/;
+const NO_MEMORY = /allocate memory|bad.alloc|AllocateRaw|out of memory|Array buffer allocation failed|Cannot enlarge/i;
+
+/** Return the TformerError for an error of onnxruntime. name: of the model file. */
+export function translateError(error: unknown, name: string): TformerError {
+  if (error instanceof TformerError) return error;
+  const text = firstLine(error);
+  if (NO_MEMORY.test(text)) {
+    return new OutOfMemoryError(
+      `there is not enough memory to run the model: give shorter inputs, or fewer at once (${text})`,
+      undefined,
+      error,
+    );
+  }
+  const index = OUT_OF_RANGE.exec(text);
+  if (index) {
+    return new InputError(
+      `${index[1]} is beyond one of the model's tables, which ends at ${index[3]}: an id outside its vocabulary, or ` +
+        "an input that is too long",
+      undefined,
+      error,
+    );
+  }
+  return new ModelFileError(`onnxruntime cannot run ${name}: ${text}`, undefined, error);
+}
+
+/** Return the first line of an error of onnxruntime, without its code. */
+function firstLine(error: unknown): string {
+  const text = String(error instanceof Error ? error.message : error).trim();
+  const line = text.replace(/^.*?\[ONNXRuntimeError\] : \d+ : \w+ : /, "").split("\n")[0];
+  return line ? line.slice(0, 300) : errorSummary(error);
+}
+
+/** Throw DeviceError for a file whose numbers this device cannot compute. */
+export function checkPrecision(manifest: Manifest, name: string): void {
+  if (manifest.precision === "bf16") {
+    throw new DeviceError(
+      `${name} computes in bfloat16, which onnxruntime does on CUDA alone: run it with the Python runtime, or export ` +
+        "the model with another precision",
+    );
+  }
+}
+
+/** Return a tensor's dimensions with another number of rows. */
+export function withRows(dims: readonly number[], count: number): number[] {
+  return [count, ...dims.slice(1)];
+}
+
+/** Return the error of a call of a closed model. */
+export function closedError(): UnsupportedCallError {
+  return new UnsupportedCallError("the model is closed: load the file again with Model.load()");
+}

@@ -1,0 +1,400 @@
+/**
+ * Sessions of onnxruntime's WebAssembly module, called by itself: tensors live in the module's heap.
+ *
+ * The public API of onnxruntime-web copies each input into the heap and each output out of it at every run. Caches are
+ * then copied at each token. Here they stay in the heap, past and present are one tensor, and names and handles are
+ * written once for all runs of a binding. The functions of the module are no promise of onnxruntime-web to anybody, so
+ * that its version is pinned and tests run them.
+ */
+
+import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
+import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors.js";
+import { DATA_TYPES } from "../format/onnxFields.js";
+import type { Manifest } from "../format/manifest.js";
+import {
+  checkPrecision,
+  closedError,
+  translateError,
+  withRows,
+  type Backend,
+  type Binding,
+  type Inputs,
+  type Outputs,
+  type Session,
+  type Tensor,
+  type Weights,
+} from "./session.js";
+
+/** The functions of the module that are used here: onnxruntime-web/lib/wasm/wasm-types.ts. */
+interface OrtModule {
+  readonly HEAPU8: Uint8Array;
+  _malloc(size: number): number;
+  _free(pointer: number): void;
+  stackSave(): number;
+  stackRestore(stack: number): void;
+  stackAlloc(size: number): number;
+  getValue(pointer: number, type: string): number;
+  setValue(pointer: number, value: number, type: string): void;
+  UTF8ToString(pointer: number): string;
+  lengthBytesUTF8(text: string): number;
+  stringToUTF8(text: string, pointer: number, size: number): void;
+  mountExternalData(path: string, data: Uint8Array): void;
+  unmountExternalData(): void;
+  _OrtInit(threads: number, logLevel: number): number;
+  _OrtGetLastError(code: number, message: number): number;
+  _OrtCreateSessionOptions(
+    graphOptimizationLevel: number,
+    enableCpuMemArena: boolean,
+    enableMemPattern: boolean,
+    executionMode: number,
+    enableProfiling: boolean,
+    profileFilePrefix: number,
+    logId: number,
+    logSeverityLevel: number,
+    logVerbosityLevel: number,
+    optimizedModelFilePath: number,
+  ): number;
+  _OrtAddSessionConfigEntry(options: number, key: number, value: number): number;
+  _OrtReleaseSessionOptions(options: number): number;
+  _OrtCreateSession(data: number, size: number, options: number): number | Promise<number>;
+  _OrtReleaseSession(session: number): number;
+  _OrtCreateTensor(type: number, data: number, bytes: number, dims: number, rank: number, location: number): number;
+  _OrtGetTensorData(tensor: number, type: number, data: number, dims: number, rank: number): number;
+  _OrtReleaseTensor(tensor: number): number;
+  _OrtFree(pointer: number): number;
+  _OrtRun(
+    session: number,
+    inputNames: number,
+    inputs: number,
+    inputCount: number,
+    outputNames: number,
+    outputCount: number,
+    outputs: number,
+    options: number,
+  ): number | Promise<number>;
+}
+
+/** How the module is loaded, once for all models. */
+export interface WasmOptions {
+  /** Threads of one operator: more than 1 needs a page that is cross-origin isolated. */
+  threads?: number;
+  /** The address of ort-wasm-simd-threaded.wasm; by default it is beside onnxruntime-web's script. */
+  wasmUrl?: string | URL;
+  /** The bytes of this file. */
+  wasmBinary?: ArrayBuffer | Uint8Array;
+}
+
+const ALIGNMENT_BYTES = 64; // kernels read whole vectors
+const POINTER_BYTES = 4;
+const LOCATION_CPU = 1;
+const MAX_DEFAULT_THREADS = 4;
+
+let loading: Promise<OrtModule> | undefined;
+
+/** Return the backend. The first call loads the module, and its options hold for all later ones. */
+export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & { readonly heapBytes: number }> {
+  loading ??= loadModule(options);
+  try {
+    return new WasmBackend(await loading);
+  } catch (error) {
+    loading = undefined; // a later call may have a better address
+    if (error instanceof DeviceError) throw error;
+    throw new DeviceError(`device wasm is not available: ${String(error instanceof Error ? error.message : error)}`);
+  }
+}
+
+async function loadModule(options: WasmOptions): Promise<OrtModule> {
+  const threads = options.threads ?? defaultThreads();
+  const { default: factory } = (await import("onnxruntime-web/ort-wasm-simd-threaded.mjs" as string)) as {
+    default: (settings: Record<string, unknown>) => Promise<OrtModule>;
+  };
+  const settings: Record<string, unknown> = { numThreads: threads };
+  if (options.wasmBinary) settings["wasmBinary"] = options.wasmBinary;
+  if (options.wasmBinary) settings["locateFile"] = (file: string) => file;
+  else if (options.wasmUrl) {
+    settings["locateFile"] = (file: string) => (file.endsWith(".wasm") ? String(options.wasmUrl) : file);
+  }
+  const module = await factory(settings);
+  const heap = new Heap(module);
+  if (module._OrtInit(threads, 4)) throw new DeviceError(`onnxruntime cannot start: ${heap.lastError()}`);
+  return module;
+}
+
+/** Return the TformerError for an error of the module. After a trap its memory is in no known state: others are loaded. */
+function errorOf(error: unknown, name: string): TformerError {
+  if (error instanceof WebAssembly.RuntimeError) loading = undefined;
+  return translateError(error, name);
+}
+
+function defaultThreads(): number {
+  const isolated = (globalThis as { crossOriginIsolated?: boolean }).crossOriginIsolated === true;
+  const cores = globalThis.navigator?.hardwareConcurrency ?? 1;
+  return isolated ? Math.max(1, Math.min(MAX_DEFAULT_THREADS, Math.ceil(cores / 2))) : 1;
+}
+
+/** The module's heap: memory, texts and errors. */
+class Heap {
+  private readonly names = new Map<string, number>(); // texts that stay, for names of inputs and outputs
+
+  constructor(readonly module: OrtModule) {}
+
+  allocate(bytes: number): number {
+    const pointer = this.module._malloc(bytes) >>> 0;
+    if (!pointer) {
+      throw new OutOfMemoryError(
+        `${bytes.toLocaleString("en-US")} bytes are needed at once, which WebAssembly's memory does not have: ask for ` +
+          "fewer beams or sequences, or for fewer tokens",
+      );
+    }
+    return pointer;
+  }
+
+  /** Return the place of a text that stays in the heap. */
+  name(text: string): number {
+    let pointer = this.names.get(text);
+    if (pointer === undefined) {
+      const bytes = this.module.lengthBytesUTF8(text) + 1;
+      pointer = this.allocate(bytes);
+      this.module.stringToUTF8(text, pointer, bytes);
+      this.names.set(text, pointer);
+    }
+    return pointer;
+  }
+
+  pointerAt(place: number): number {
+    return this.module.getValue(place, "*") >>> 0;
+  }
+
+  lastError(): string {
+    const { module } = this;
+    const stack = module.stackSave();
+    const place = module.stackAlloc(2 * POINTER_BYTES);
+    module._OrtGetLastError(place, place + POINTER_BYTES);
+    const message = this.pointerAt(place + POINTER_BYTES);
+    const text = message ? module.UTF8ToString(message) : "unknown error";
+    module.stackRestore(stack);
+    return text;
+  }
+
+  /** Return a handle of a tensor over memory of the heap. */
+  wrap(dtype: Dtype, dims: readonly number[], pointer: number): number {
+    const { module } = this;
+    const stack = module.stackSave();
+    const place = module.stackAlloc(POINTER_BYTES * Math.max(1, dims.length));
+    dims.forEach((size, i) => module.setValue(place + POINTER_BYTES * i, size, "i32"));
+    const bytes = sizeOf(dims) * itemBytes(dtype);
+    const handle = module._OrtCreateTensor(DATA_TYPES[dtype], pointer, bytes, place, dims.length, LOCATION_CPU) >>> 0;
+    module.stackRestore(stack);
+    if (!handle) throw translateError(new Error(this.lastError()), "the model");
+    return handle;
+  }
+}
+
+class WasmBackend implements Backend {
+  readonly device = "wasm";
+  readonly mapsWeights = "bytes";
+  private readonly heap: Heap;
+
+  constructor(module: OrtModule) {
+    this.heap = new Heap(module);
+  }
+
+  /** The bytes of the module's memory, which grows and never shrinks. */
+  get heapBytes(): number {
+    return this.heap.module.HEAPU8.length;
+  }
+
+  tensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    const bytes = sizeOf(dims) * itemBytes(dtype);
+    const raw = this.heap.allocate(bytes + ALIGNMENT_BYTES);
+    const pointer = Math.ceil(raw / ALIGNMENT_BYTES) * ALIGNMENT_BYTES;
+    this.heap.module.HEAPU8.fill(0, pointer, pointer + bytes);
+    return new WasmTensor(this.heap, dtype, dims, pointer, raw);
+  }
+
+  async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
+    checkPrecision(manifest, name);
+    const { heap } = this;
+    const { module } = heap;
+    const place = heap.allocate(model.length);
+    let options = 0;
+    try {
+      module.HEAPU8.set(model, place);
+      options = module._OrtCreateSessionOptions(99, true, true, 0, false, 0, 0, 4, 0, 0);
+      if (!options) throw new Error(heap.lastError());
+      const disabled = manifest.session.disabledOptimizers.join(";");
+      const key = heap.name("optimization.disable_specified_optimizers");
+      if (module._OrtAddSessionConfigEntry(options, key, heap.name(disabled))) throw new Error(heap.lastError());
+      if (weights.location !== undefined && weights.bytes) module.mountExternalData(weights.location, weights.bytes);
+      const session = (await module._OrtCreateSession(place, model.length, options)) >>> 0;
+      if (!session) throw new Error(heap.lastError());
+      return new WasmSession(heap, session, name);
+    } catch (error) {
+      throw errorOf(error, name);
+    } finally {
+      module.unmountExternalData();
+      if (options) module._OrtReleaseSessionOptions(options);
+      module._free(place);
+    }
+  }
+}
+
+class WasmTensor implements Tensor {
+  handle: number;
+  private view: TypedArray | undefined;
+
+  /** raw: memory to free with the tensor; 0 if another owns it. */
+  constructor(
+    private readonly heap: Heap,
+    readonly dtype: Dtype,
+    readonly dims: readonly number[],
+    private readonly pointer: number,
+    private raw: number,
+    handle?: number,
+  ) {
+    this.handle = handle ?? heap.wrap(dtype, dims, pointer);
+  }
+
+  get byteLength(): number {
+    return sizeOf(this.dims) * itemBytes(this.dtype);
+  }
+
+  data(): TypedArray {
+    const buffer = this.heap.module.HEAPU8.buffer; // another one after the memory has grown
+    if (this.view?.buffer !== buffer) {
+      this.view = new (arrayClass(this.dtype))(buffer, this.pointer, sizeOf(this.dims));
+    }
+    return this.view;
+  }
+
+  rows(count: number): Tensor {
+    return new WasmTensor(this.heap, this.dtype, withRows(this.dims, count), this.pointer, 0);
+  }
+
+  dispose(): void {
+    if (this.handle) this.heap.module._OrtReleaseTensor(this.handle);
+    if (this.raw) this.heap.module._free(this.raw);
+    this.handle = this.raw = 0;
+  }
+}
+
+class WasmSession implements Session {
+  constructor(
+    private readonly heap: Heap,
+    private session: number,
+    private readonly name: string,
+  ) {}
+
+  get handle(): number {
+    if (!this.session) throw closedError();
+    return this.session;
+  }
+
+  bind(inputs: Inputs, outputs: Outputs): Binding {
+    return new WasmBinding(this.heap, this, this.name, inputs, outputs);
+  }
+
+  dispose(): void {
+    if (this.session) this.heap.module._OrtReleaseSession(this.session);
+    this.session = 0;
+  }
+}
+
+/** Names and handles in the heap: input names, inputs, output names, outputs. */
+class WasmBinding implements Binding {
+  private place: number;
+  private readonly inputCount: number;
+  private readonly outputNames: string[];
+  private readonly allocated: number[] = []; // numbers of the outputs that each run allocates
+
+  constructor(
+    private readonly heap: Heap,
+    private readonly session: WasmSession,
+    private readonly name: string,
+    inputs: Inputs,
+    outputs: Outputs,
+  ) {
+    const { module } = heap;
+    this.inputCount = inputs.size;
+    this.outputNames = [...outputs.keys()];
+    this.place = heap.allocate(2 * POINTER_BYTES * (inputs.size + outputs.size));
+    let i = 0;
+    for (const [input, tensor] of inputs) {
+      module.setValue(this.place + POINTER_BYTES * i, heap.name(input), "*");
+      module.setValue(this.place + POINTER_BYTES * (inputs.size + i), (tensor as WasmTensor).handle, "*");
+      i++;
+    }
+    i = 0;
+    for (const [output, tensor] of outputs) {
+      module.setValue(this.outputNamesPlace + POINTER_BYTES * i, heap.name(output), "*");
+      module.setValue(this.outputsPlace + POINTER_BYTES * i, tensor ? (tensor as WasmTensor).handle : 0, "*");
+      if (!tensor) this.allocated.push(i);
+      i++;
+    }
+  }
+
+  private get outputNamesPlace(): number {
+    return this.place + 2 * POINTER_BYTES * this.inputCount;
+  }
+
+  private get outputsPlace(): number {
+    return this.outputNamesPlace + POINTER_BYTES * this.outputNames.length;
+  }
+
+  run(): void | Promise<void> {
+    const { module } = this.heap;
+    for (const i of this.allocated) module.setValue(this.outputsPlace + POINTER_BYTES * i, 0, "*");
+    const session = this.session.handle;
+    try {
+      const code = module._OrtRun(
+        session,
+        this.place,
+        this.place + POINTER_BYTES * this.inputCount,
+        this.inputCount,
+        this.outputNamesPlace,
+        this.outputNames.length,
+        this.outputsPlace,
+        0,
+      );
+      if (typeof code !== "number") return code.then((late) => this.check(late));
+      this.check(code);
+    } catch (error) {
+      throw errorOf(error, this.name);
+    }
+  }
+
+  private check(code: number): void {
+    if (code) throw translateError(new Error(this.heap.lastError()), this.name);
+  }
+
+  output(name: string): Tensor {
+    const { module } = this.heap;
+    const handle = this.heap.pointerAt(this.outputsPlace + POINTER_BYTES * this.outputNames.indexOf(name));
+    const stack = module.stackSave();
+    const place = module.stackAlloc(4 * POINTER_BYTES);
+    try {
+      const [type, data, dims, rank] = [0, 1, 2, 3].map((i) => place + POINTER_BYTES * i);
+      if (module._OrtGetTensorData(handle, type, data, dims, rank)) throw new Error(this.heap.lastError());
+      const sizes: number[] = [];
+      const dimsPlace = this.heap.pointerAt(dims);
+      for (let i = 0; i < module.getValue(rank, "i32"); i++) {
+        sizes.push(module.getValue(dimsPlace + POINTER_BYTES * i, "i32"));
+      }
+      module._OrtFree(dimsPlace);
+      const code = module.getValue(type, "i32");
+      const dtype = (Object.keys(DATA_TYPES) as Dtype[]).find((known) => DATA_TYPES[known] === code);
+      if (dtype === undefined) throw new Error(`the output ${name} has the type ${code}`);
+      return new WasmTensor(this.heap, dtype, sizes, this.heap.pointerAt(data), 0, handle);
+    } catch (error) {
+      module._OrtReleaseTensor(handle);
+      throw translateError(error, this.name);
+    } finally {
+      module.stackRestore(stack);
+    }
+  }
+
+  dispose(): void {
+    if (this.place) this.heap.module._free(this.place);
+    this.place = 0;
+  }
+}

@@ -1,0 +1,139 @@
+/**
+ * The context: outputs of the encode stage that decoding reads and never writes, one row for each sequence.
+ *
+ * If the file supports it (`DecodeStage.sharesContext`), neighbouring rows of one request, such as its beams, share one
+ * row of context, provided that every request has the same number of rows.
+ */
+
+import type { Backend, Tensor } from "../backend/session.js";
+import type { TypedArray } from "../base/arrays.js";
+import type { MemoryUse } from "./memoryUse.js";
+import { planMoves } from "./rowMoves.js";
+
+export class EncoderContext {
+  /** The number of the request of each row. Rows with the same number have the same context. */
+  requests: Int32Array;
+  private bufferRequests: Int32Array; // the request of each row of the buffers in use
+  private views: Tensor[] | undefined;
+  private bytes = 0;
+
+  /** buffers: the outputs of the encode stage, in the order of its outputs, which this object disposes. */
+  constructor(
+    private readonly backend: Backend,
+    private buffers: Tensor[],
+    rows: number,
+    private readonly shares: boolean,
+    private readonly use: MemoryUse,
+  ) {
+    this.requests = this.bufferRequests = Int32Array.from({ length: rows }, (_, i) => i);
+    this.count();
+  }
+
+  /** Return the tensors to bind. */
+  values(): Tensor[] {
+    this.assignRows(this.requests);
+    this.views ??= this.buffers.map((buffer) => buffer.rows(this.bufferRequests.length));
+    return this.views;
+  }
+
+  /** Replace row i by row rows[i]. Return whether there are new tensors to bind. */
+  reorder(rows: Int32Array): boolean {
+    return this.assignRows(rows.map((row) => this.requests[row]));
+  }
+
+  /** Arrange the buffers for rows of these requests. Return whether there are new tensors to bind. */
+  private assignRows(requests: Int32Array): boolean {
+    const bufferRequests = this.shares ? sharedRequests(requests) : requests;
+    if (!this.buffers.length || equal(bufferRequests, this.bufferRequests)) {
+      this.requests = requests;
+      this.bufferRequests = bufferRequests;
+      return false;
+    }
+    const rows = bufferRequests.map((request) => this.bufferRequests.indexOf(request));
+    const changed = rows.length !== this.bufferRequests.length;
+    if (rows.length <= this.buffers[0].dims[0]) {
+      const { saved, copies } = planMoves(rows);
+      for (const buffer of copies.length ? this.buffers : []) {
+        const data = buffer.data();
+        const size = data.length / buffer.dims[0];
+        const savedRows = new Map(saved.map((row) => [row, data.slice(row * size, (row + 1) * size)]));
+        for (const { target, source, fromSaved } of copies) {
+          if (fromSaved) setAny(data, savedRows.get(source)!, target * size);
+          else data.copyWithin(target * size, source * size, (source + 1) * size);
+        }
+      }
+      if (changed) this.dropViews();
+    } else {
+      this.replace(this.taken(rows));
+    }
+    this.requests = requests;
+    this.bufferRequests = bufferRequests;
+    return changed;
+  }
+
+  /** Return copies of some rows of the buffers. */
+  private taken(rows: Int32Array): Tensor[] {
+    const made: Tensor[] = [];
+    try {
+      for (const buffer of this.buffers) {
+        const copy = this.backend.tensor(buffer.dtype, [rows.length, ...buffer.dims.slice(1)]);
+        made.push(copy);
+        const [from, to] = [buffer.data(), copy.data()];
+        const size = from.length / buffer.dims[0];
+        rows.forEach((row, i) => setAny(to, from.subarray(row * size, (row + 1) * size), i * size));
+      }
+      return made;
+    } catch (error) {
+      for (const tensor of made) tensor.dispose();
+      throw error;
+    }
+  }
+
+  /** Return a new context whose row i is a copy of row rows[i]. */
+  copy(rows: Int32Array): EncoderContext {
+    const requests = rows.map((row) => this.requests[row]);
+    const buffers = this.taken(requests.map((request) => this.bufferRequests.indexOf(request)));
+    const other = new EncoderContext(this.backend, buffers, rows.length, this.shares, this.use);
+    other.requests = other.bufferRequests = requests;
+    return other;
+  }
+
+  release(): void {
+    this.replace([]);
+  }
+
+  private replace(buffers: Tensor[]): void {
+    this.dropViews();
+    for (const buffer of this.buffers) buffer.dispose();
+    this.buffers = buffers;
+    this.count();
+  }
+
+  private count(): void {
+    const bytes = this.buffers.reduce((sum, buffer) => sum + buffer.byteLength, 0);
+    this.use.add(bytes - this.bytes);
+    this.bytes = bytes;
+  }
+
+  private dropViews(): void {
+    for (const view of this.views ?? []) view.dispose();
+    this.views = undefined;
+  }
+}
+
+/** Return one number for each run of equal numbers, if all runs have the same length; else the numbers unchanged. */
+export function sharedRequests(requests: Int32Array): Int32Array {
+  const begins: number[] = [];
+  for (let i = 0; i < requests.length; i++) if (i === 0 || requests[i] !== requests[i - 1]) begins.push(i);
+  const length = requests.length / begins.length;
+  const isUniform = begins.length < requests.length && begins.every((begin, i) => begin === i * length);
+  return isUniform ? Int32Array.from(begins, (begin) => requests[begin]) : requests;
+}
+
+function setAny(target: TypedArray, values: TypedArray, offset: number): void {
+  (target as Uint8Array).set(values as Uint8Array, offset);
+}
+
+function equal(one: Int32Array, other: Int32Array): boolean {
+  return one.length === other.length && one.every((value, i) => value === other[i]);
+}

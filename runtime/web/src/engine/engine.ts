@@ -1,0 +1,384 @@
+/**
+ * The lowest level of decoding: encode requests, feed tokens, return logits. Search is in the layers above.
+ *
+ *     const state = await engine.start(new Map([["src", [ids, otherIds]]]), { rows: 2 });
+ *     const logits = await engine.step(state, [1, 1]);       // (2, vocabulary)
+ *     engine.reorder(state, Int32Array.of(1, 1));            // beams; or fewer rows, to drop finished rows
+ */
+
+import type { Backend, Session, Tensor, Weights } from "../backend/session.js";
+import { closedError } from "../backend/session.js";
+import { asNumbers, numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
+import { InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../base/errors.js";
+import {
+  ADAPTER_INPUT,
+  BATCH_AXIS,
+  COLUMN_IDS,
+  COLUMN_WEIGHT,
+  encodedOutputs,
+  stepFeatures,
+  type DecodeStage,
+  type Manifest,
+  type TensorSpec,
+} from "../format/manifest.js";
+import { checkGraph, graphInputs } from "../format/manifestChecks.js";
+import { manifestOf, readingFile, readMetadata, withMappedWeights } from "../format/modelFile.js";
+import { graphTensors, parseModel, type GraphTensor } from "../format/onnxGraph.js";
+import { extractStage, type Stage } from "../format/stageSplit.js";
+import { DecodeCall, type CallResources } from "./decodeCall.js";
+import { EncoderContext } from "./encoderContext.js";
+import { KVCache } from "./kvCache.js";
+import { MemoryUse } from "./memoryUse.js";
+import { paddedRequestTensors, type Requests } from "./padding.js";
+import { isIdentity } from "./rowMoves.js";
+import { State, type LogitPositions } from "./state.js";
+
+const PREFILL_CHUNK_TOKENS = 512; // larger calls are not faster
+const MAX_CACHED_CALL_TOKENS = 32; // larger calls are not kept for later steps
+const LARGE_CALL = "large"; // key of the latest call that is not kept
+
+/** A model file in memory. path: where it is on the disk of a Node process; undefined for one from elsewhere. */
+export interface ModelSource {
+  readonly name: string;
+  readonly bytes: Uint8Array;
+  readonly path?: { readonly folder: string; readonly file: string };
+}
+
+export interface StartOptions {
+  readonly rows: number;
+  /** The rows for which buffers are allocated at once; by default `rows`. */
+  readonly roomForRows?: number;
+  /** Names of the extra outputs to compute, of either stage. */
+  readonly extras?: readonly string[];
+  /** The expected maximum of tokens of a row; 0 if it is not known. */
+  readonly maxTokens?: number;
+}
+
+interface OpenStage {
+  readonly session: Session;
+  readonly inputNames: readonly string[];
+}
+
+export class Engine {
+  readonly memory = new MemoryUse();
+  private readonly placeholders = new Map<string, Tensor>();
+  private closed = false;
+
+  private constructor(
+    readonly name: string,
+    readonly backend: Backend,
+    readonly manifest: Manifest,
+    private readonly stages: ReadonlyMap<Stage, OpenStage>,
+    private readonly graphShapes: ReadonlyMap<string, GraphTensor>,
+  ) {}
+
+  /** Open a model file. Throw ModelFileError for a file that is none, is damaged, or has another version. */
+  static async open(source: ModelSource, backend: Backend): Promise<Engine> {
+    const { name, bytes, path } = source;
+    const [manifest, model, weights] = readingFile(name, () => {
+      const manifest = manifestOf(readMetadata(bytes));
+      const maps = backend.mapsWeights === "bytes" || path !== undefined;
+      const location = maps ? (path?.file ?? "model.onnx") : undefined;
+      const model = location === undefined ? bytes : withMappedWeights(bytes, location);
+      const weights: Weights = { location, folder: path?.folder, bytes };
+      return [manifest, model, weights] as const;
+    });
+    const graphs = readingFile(name, () => stageModels(manifest, model));
+    const stages = new Map<Stage, OpenStage>();
+    try {
+      for (const [stage, graph] of graphs.models) {
+        const session = await backend.open(graph.model, weights, manifest, name);
+        stages.set(stage, { session, inputNames: [...graph.inputs.keys()] });
+      }
+    } catch (error) {
+      for (const { session } of stages.values()) session.dispose();
+      throw error;
+    }
+    return new Engine(name, backend, manifest, stages, graphs.inputs);
+  }
+
+  /** The decode stage. Throw UnsupportedCallError if the file has none. */
+  get decode(): DecodeStage {
+    if (!this.manifest.decode) {
+      throw new UnsupportedCallError(`${this.name} holds a single-pass model, which does not decode`);
+    }
+    return this.manifest.decode;
+  }
+
+  get isClosed(): boolean {
+    return this.closed;
+  }
+
+  /** Free the weights. Later runs throw UnsupportedCallError. States keep their own caches. */
+  close(): void {
+    if (this.closed) return;
+    this.closed = true;
+    for (const { session } of this.stages.values()) session.dispose();
+    for (const tensor of this.placeholders.values()) tensor.dispose();
+    this.placeholders.clear();
+  }
+
+  private stage(stage: Stage): OpenStage {
+    const open = this.stages.get(stage);
+    if (!open || this.closed) throw closedError();
+    return open;
+  }
+
+  /** Return a tensor to bind to an input that the stage does not read: zeros, empty if it has a free axis. */
+  private placeholder(name: string, freeSize = 0): Tensor {
+    const key = `${name}/${freeSize}`;
+    let tensor = this.placeholders.get(key);
+    if (!tensor) {
+      const spec = graphInputs(this.manifest).find((input) => input.name === name)!;
+      const shape = this.graphShapes.get(name)?.shape ?? spec.shape;
+      tensor = this.backend.tensor(
+        spec.dtype,
+        shape.map((size) => (typeof size === "number" ? size : freeSize)),
+      );
+      this.placeholders.set(key, tensor);
+    }
+    return tensor;
+  }
+
+  /**
+   * Run the encode stage and return its outputs by name. The caller disposes them.
+   *
+   * requests: for each request input that is not a mask, `rows` arrays, one a row. In a file with adapters also
+   *     ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
+   * extras: names of extra outputs of the stage to return besides its outputs.
+   */
+  async encode(requests: Requests, rows: number, extras: readonly string[] = []): Promise<Map<string, Tensor>> {
+    const { encode } = this.manifest;
+    if (!encode) {
+      throw new UnsupportedCallError(`${this.name} has no input other than the tokens that it continues`);
+    }
+    const { session, inputNames } = this.stage("encode");
+    const [inputs, adapters] = this.splitAdapters(requests, rows);
+    const tensors = paddedRequestTensors(this.backend, encode.inputs, inputs, rows);
+    const names = [
+      ...encode.outputs.map((output) => output.name),
+      ...encode.extras.map((extra) => extra.name).filter((name) => extras.includes(name)),
+    ];
+    try {
+      if (adapters) {
+        const tensor = this.backend.tensor("int64", [rows]);
+        const data = tensor.data() as BigInt64Array;
+        adapters.forEach((number, row) => (data[row] = BigInt(number)));
+        tensors.set(ADAPTER_INPUT, tensor);
+      }
+      const isColumn = (name: string) => name === COLUMN_IDS || name === COLUMN_WEIGHT;
+      const bound = new Map(
+        inputNames.map((name) => [name, tensors.get(name) ?? this.placeholder(name, Number(isColumn(name)))]),
+      );
+      const binding = session.bind(bound, new Map(names.map((name) => [name, undefined])));
+      try {
+        const running = binding.run();
+        if (running) await running;
+        const outputs = new Map(names.map((name) => [name, binding.output(name)]));
+        for (const spec of encode.outputs) this.checkShape(spec, outputs.get(spec.name)!, rows);
+        return outputs;
+      } finally {
+        binding.dispose();
+      }
+    } catch (error) {
+      if (!(error instanceof OutOfMemoryError)) throw error;
+      const shapes = [...inputs.keys()].map((name) => `${name} (${tensors.get(name)?.dims.join(", ")})`).join(", ");
+      throw new OutOfMemoryError(
+        `there is not enough memory to read the input (${shapes}; most models need memory that grows with the square ` +
+          "of the length): cut it into parts",
+        undefined,
+        error,
+      );
+    } finally {
+      for (const tensor of tensors.values()) tensor.dispose();
+    }
+  }
+
+  /** Return the other inputs, and the number of each row's adapter; undefined for a file without adapters. */
+  private splitAdapters(requests: Requests, rows: number): [Requests, Int32Array | undefined] {
+    if (!this.manifest.adapters.length) return [requests, undefined];
+    const others = new Map(requests);
+    others.delete(ADAPTER_INPUT);
+    const given = requests.get(ADAPTER_INPUT);
+    return [others, Int32Array.from({ length: rows }, (_, row) => given?.[row].data[0] ?? 0)];
+  }
+
+  /** Throw ModelFileError for an output of another shape than the manifest declares, as of a damaged graph. */
+  private checkShape(spec: TensorSpec, tensor: Tensor, rows: number): void {
+    const { dims } = tensor;
+    const fits =
+      dims.length === spec.shape.length &&
+      spec.shape.every(
+        (size, i) => dims[i] === (size === BATCH_AXIS ? rows : typeof size === "number" ? size : dims[i]),
+      );
+    if (!fits) {
+      throw new ModelFileError(
+        `${this.name} is damaged: its graph returns ${spec.name} of the shape (${dims.join(", ")}), and its manifest ` +
+          `declares (${spec.shape.join(", ")}): export the model again`,
+      );
+    }
+  }
+
+  /**
+   * Encode `rows` requests and return a state with a row for each.
+   *
+   * requests: as for `encode`; empty for a decoder-only model, but for ADAPTER_INPUT.
+   */
+  async start(requests: Requests, options: StartOptions): Promise<State> {
+    const { rows, extras = [], maxTokens = 0 } = options;
+    const { decode } = this;
+    const room = Math.max(rows, options.roomForRows ?? rows);
+    const cache = new KVCache(this.backend, decode.caches, this.manifest.maxLength, rows, room, maxTokens, this.memory);
+    const encoded = new Map<string, NumberArray>();
+    let buffers: Tensor[] = [];
+    if (this.manifest.encode) {
+      const outputs = await this.encode(requests, rows, extras);
+      buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
+      for (const extra of this.manifest.encode.extras) {
+        const tensor = outputs.get(extra.name);
+        if (!tensor) continue;
+        encoded.set(extra.name, numberArray(asNumbers(tensor.data(), tensor.dtype).slice(), tensor.dims));
+        tensor.dispose();
+      }
+    }
+    const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
+    const stepExtras = decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
+    return new State(context, cache, rows, encoded, stepExtras, this.splitAdapters(requests, rows)[1]);
+  }
+
+  /**
+   * Feed new tokens to every row and return the logits that follow them.
+   *
+   * tokens: (rows, N) ids, right-padded with any; or (rows, N, features) for a model that continues a series.
+   * counts: the number of valid tokens of each row, at least 1; undefined: N for every row.
+   * positions: "last" returns (rows, vocabulary) for the last token of each row; "all" (rows, N, vocabulary).
+   *
+   * The next call overwrites the returned array, and the extra outputs of the state.
+   * Throw InputError if a row would exceed the maximum length. Then the state is unchanged.
+   */
+  async step(
+    state: State,
+    tokens: ArrayLike<number>,
+    counts?: Int32Array,
+    positions: LogitPositions = "last",
+  ): Promise<Float32Array> {
+    state.check();
+    const { rows } = state;
+    const { session, inputNames } = this.stage("decode");
+    const newTokens = tokens.length / (rows * sizeOf(stepFeatures(this.decode)));
+    const totalSlots = state.maxRowLength + newTokens;
+    if (totalSlots > this.manifest.maxLength) {
+      throw new InputError(`${totalSlots} tokens are more than the ${this.manifest.maxLength} that the model can hold`);
+    }
+    if (newTokens > 1 && rows > 1 && state.maxRowLength > 0 && !this.decode.chunkedPrefill) {
+      throw new UnsupportedCallError("rows with a past read one token at a time, and several were given");
+    }
+    if (state.cache.reserve(totalSlots, state.maxRowLength)) state.dropCalls();
+    let key = `${newTokens} ${positions}`;
+    if (rows * newTokens > MAX_CACHED_CALL_TOKENS) {
+      key = LARGE_CALL;
+      state.calls.get(key)?.dispose();
+      state.calls.delete(key);
+    }
+    let call = state.calls.get(key);
+    if (!call) {
+      const resources: CallResources = {
+        backend: this.backend,
+        session,
+        decode: this.decode,
+        maxLength: this.manifest.maxLength,
+        inputNames,
+        placeholder: (name) => this.placeholder(name),
+      };
+      call = new DecodeCall(resources, state, newTokens, positions);
+      state.calls.set(key, call);
+    }
+    return call.run(state, tokens, counts, totalSlots);
+  }
+
+  /**
+   * Feed tokens to a state of one row in calls of at most `chunk` tokens. Return the logits of the last.
+   *
+   * So the memory of activations does not grow with the length of a prompt, and that of an attention's scores not with
+   * its square.
+   */
+  async stepInParts(state: State, tokens: Int32Array, chunk = PREFILL_CHUNK_TOKENS): Promise<Float32Array> {
+    const total = state.maxRowLength + tokens.length;
+    if (tokens.length <= chunk || total > this.manifest.maxLength) return this.step(state, tokens);
+    state.check();
+    if (state.cache.reserve(total, state.maxRowLength)) state.dropCalls(); // at once, as growing would copy
+    // Parts of equal length, because the kernels for one token round differently.
+    const parts = Math.ceil(tokens.length / chunk);
+    let begin = 0;
+    for (let part = 0; ; part++) {
+      const size = Math.floor(tokens.length / parts) + Number(part < tokens.length % parts);
+      const logits = await this.step(state, tokens.subarray(begin, begin + size));
+      begin += size;
+      if (part === parts - 1) return logits;
+    }
+  }
+
+  /** Replace row i by row rows[i]. Rows may repeat (beams), and be fewer (finished rows) or more than before. */
+  reorder(state: State, rows: Int32Array): void {
+    if (isIdentity(rows, state.rows)) return;
+    state.check();
+    state.lengthsBefore = undefined;
+    const lengths = rows.map((row) => state.lengths[row]);
+    const changed = [
+      state.context.reorder(rows),
+      state.cache.reorder(rows, state.lengths),
+      rows.length !== state.rows,
+    ].some(Boolean);
+    if (changed) state.dropCalls();
+    state.adapters = state.adapters && rows.map((row) => state.adapters![row]);
+    state.setLengths(lengths);
+  }
+
+  /** Return a new state whose row i is a copy of row rows[i]. */
+  copy(state: State, rows: Int32Array, options: Omit<StartOptions, "rows">): State {
+    state.check();
+    const lengths = rows.map((row) => state.lengths[row]);
+    const used = lengths.reduce((most, length) => Math.max(most, length), 0);
+    const context = state.context.copy(rows);
+    const room = Math.max(rows.length, options.roomForRows ?? rows.length);
+    let cache: KVCache;
+    try {
+      cache = state.cache.copy(rows, used, room, options.maxTokens ?? 0);
+    } catch (error) {
+      context.release();
+      throw error;
+    }
+    const { extras = [] } = options;
+    const stepExtras = this.decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
+    const adapters = state.adapters && rows.map((row) => state.adapters![row]);
+    const other = new State(context, cache, rows.length, state.encoded, stepExtras, adapters);
+    other.setLengths(lengths);
+    return other;
+  }
+}
+
+interface StageModel {
+  readonly model: Uint8Array;
+  readonly inputs: ReadonlyMap<string, GraphTensor>;
+}
+
+/** Return the model of each stage of the file, whose graphs are checked against the manifest. */
+function stageModels(
+  manifest: Manifest,
+  model: Uint8Array,
+): { models: Map<Stage, StageModel>; inputs: Map<string, GraphTensor> } {
+  const models = new Map<Stage, StageModel>();
+  const inputs = new Map<string, GraphTensor>();
+  const outputs = new Map<Stage, ReadonlyMap<string, GraphTensor>>();
+  for (const stage of ["encode", "decode"] as const) {
+    if (!manifest[stage]) continue;
+    const whole = manifest.encode && manifest.decode ? extractStage(model, stage) : model;
+    const tensors = graphTensors(parseModel(whole).graph);
+    models.set(stage, { model: whole, inputs: tensors.inputs });
+    for (const [name, tensor] of tensors.inputs) inputs.set(name, tensor);
+    outputs.set(stage, tensors.outputs);
+  }
+  const none = new Map<string, GraphTensor>();
+  checkGraph(manifest, inputs, outputs.get("encode") ?? none, outputs.get("decode") ?? none);
+  return { models, inputs };
+}

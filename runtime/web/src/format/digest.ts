@@ -1,0 +1,57 @@
+/**
+ * The digest of a model file: whether its bytes are those that the exporter wrote.
+ *
+ * A damaged weight gives other numbers and no error. So the exporter ends a file with its digest, the BLAKE3 hash of all
+ * bytes before it, as an entry of the metadata. A digest finds damage. An attacker can write a digest that matches.
+ */
+
+import { blake3 } from "@noble/hashes/blake3.js";
+import { checkAborted, ModelFileError } from "../base/errors.js";
+import { ENTRY_KEY, ENTRY_VALUE, MODEL_METADATA_PROPS } from "./onnxFields.js";
+import { bytesField, concatBytes } from "./onnxWire.js";
+
+const DIGEST_KEY = "tformer.digest"; // the last entry of the metadata
+export const WEIGHTS_DIGEST_KEY = "tformer.weights_digest"; // the hash and the name of a second file with weights
+const DIGEST_CHARS = 64;
+const CHUNK_BYTES = 1 << 22; // between two turns of the event loop
+
+/** Return the field of a ModelProto that holds a digest. */
+function digestEntry(digest: string): Uint8Array {
+  return concatBytes(
+    bytesField(MODEL_METADATA_PROPS, [...bytesField(ENTRY_KEY, DIGEST_KEY), ...bytesField(ENTRY_VALUE, digest)]),
+  );
+}
+
+const ENTRY_BYTES = digestEntry("0".repeat(DIGEST_CHARS)).length;
+
+/** Return the digest that ends a file; undefined for a file without one. */
+export function digestOf(file: Uint8Array): string | undefined {
+  const entry = file.subarray(Math.max(0, file.length - ENTRY_BYTES));
+  const digest = new TextDecoder().decode(entry.subarray(Math.max(0, entry.length - DIGEST_CHARS)));
+  const expected = digestEntry(digest);
+  return entry.length === expected.length && entry.every((byte, i) => byte === expected[i]) ? digest : undefined;
+}
+
+/**
+ * Compare a file with its digest, and return it; undefined for a file without one. name: of the file, for errors.
+ * Throw ModelFileError for another digest. Cost: reads the file once.
+ */
+export async function checkDigest(file: Uint8Array, name: string, signal?: AbortSignal): Promise<string | undefined> {
+  const expected = digestOf(file);
+  if (expected === undefined) return undefined;
+  const hash = blake3.create();
+  const size = file.length - ENTRY_BYTES;
+  for (let begin = 0; begin < size; begin += CHUNK_BYTES) {
+    checkAborted(signal);
+    hash.update(file.subarray(begin, Math.min(size, begin + CHUNK_BYTES)));
+    if (begin + CHUNK_BYTES < size) await new Promise((resolve) => setTimeout(resolve));
+  }
+  const digest = Array.from(hash.digest(), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  if (digest !== expected) {
+    throw new ModelFileError(
+      `${name} is damaged, or was changed after its export: its digest does not match. Copy it again or export the ` +
+        "model again; verify: false opens it as it is",
+    );
+  }
+  return digest;
+}

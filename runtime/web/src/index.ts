@@ -1,0 +1,32 @@
+/** Run model files of tformer-export in browsers and in Node. */
+
+export {
+  AbortedError,
+  DeviceError,
+  InputError,
+  MissingExtraError,
+  ModelFileError,
+  OptionError,
+  OutOfMemoryError,
+  TformerError,
+  UnsupportedCallError,
+} from "./base/errors.js";
+export type { NumberArray } from "./base/arrays.js";
+export { Chat, type CallOptions, type Turn } from "./chat.js";
+export type { Alternatives } from "./decoding/logProbabilities.js";
+export type { GenerationOptions } from "./decoding/options.js";
+export type { Result, Timing } from "./decoding/request.js";
+export type { FinishReason } from "./decoding/sequence.js";
+export type { Manifest } from "./format/manifest.js";
+export type { ModelAddress, Progress } from "./loading/source.js";
+export { Model, type BatchOptions, type LoadOptions, type PredictOptions } from "./model.js";
+export type { Message, Tools } from "./preprocess/conversation.js";
+export type { Input, Value } from "./preprocess/inputs.js";
+export type { Classification } from "./tasks/classification.js";
+export type { Vectors } from "./tasks/features.js";
+export type { Segment, Transcription } from "./tasks/ctcRecognition.js";
+export type { ForecastOptions } from "./tasks/forecasting.js";
+export type { Sound } from "./preprocess/audio.js";
+export type { ImageInput } from "./preprocess/images.js";
+export type { History } from "./preprocess/series.js";
+export type { Filled, MaskCandidate } from "./tasks/fillMask.js";

@@ -1,0 +1,456 @@
+/** `Model`: a loaded model file, and the calls of all tasks. */
+
+import type { NumberArray } from "./base/arrays.js";
+import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
+import { backendOf } from "./backend/devices.js";
+import { closedError } from "./backend/session.js";
+import type { WasmOptions } from "./backend/wasmSession.js";
+import { Chat, type CallOptions } from "./chat.js";
+import { Generator } from "./decoding/generator.js";
+import { settingsOf, type GenerationOptions, type Settings } from "./decoding/options.js";
+import { inOrder, WINDOW_BATCHES, type Item } from "./decoding/ordered.js";
+import { adapterInput, makeRequest, type Request, type Result } from "./decoding/request.js";
+import { MAX_PREFILL_POSITIONS } from "./decoding/scheduler.js";
+import type { SequenceTask } from "./decoding/sequence.js";
+import { generateStream } from "./decoding/streaming.js";
+import { Engine } from "./engine/engine.js";
+import {
+  adapterNumber,
+  CROSS_ATTENTIONS,
+  extraOutputs,
+  HIDDEN_STATES,
+  takesPrompt,
+  type Manifest,
+} from "./format/manifest.js";
+import { checkDigest } from "./format/digest.js";
+import { loadParts, type ModelParts } from "./modelParts.js";
+import { readSource, type ModelAddress, type Progress } from "./loading/source.js";
+import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
+import type { Sound } from "./preprocess/audio.js";
+import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
+import type { History } from "./preprocess/series.js";
+import type { Task } from "./tasks/base.js";
+import type { Classification } from "./tasks/classification.js";
+import type { Features } from "./tasks/features.js";
+import { scoreTokens } from "./tasks/givenTokens.js";
+import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Filled } from "./tasks/fillMask.js";
+import type { ForecastOptions } from "./tasks/forecasting.js";
+import { runSinglePass } from "./tasks/singlePass.js";
+
+/** How a model is loaded. */
+export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary"> {
+  /** "auto" (the default): onnxruntime-node in Node if it is installed, else WebAssembly; "node", "wasm" or "webgpu". */
+  readonly device?: string;
+  /** Threads of one operator; by default the tuned number of the file, or one per core; in a browser 1 to 4. */
+  readonly threads?: number;
+  /** Compare the file with its digest, so that damage is an error. The default is true. */
+  readonly verify?: boolean;
+  readonly signal?: AbortSignal;
+  /** Called while the file is downloaded. */
+  readonly onProgress?: (progress: Progress) => void;
+}
+
+const LOAD_OPTIONS = ["device", "threads", "verify", "signal", "onProgress", "wasmUrl", "wasmBinary"];
+
+/** Options of a call for many inputs. batchSize: inputs that are computed together; 32 by default. */
+export type BatchOptions = CallOptions & { readonly batchSize?: number };
+
+/** Options of `predict`. */
+export interface PredictOptions {
+  /** Cut inputs that are too long, of a pair the longer text first; otherwise they throw InputError. */
+  readonly truncate?: boolean;
+  /** Inputs of similar length that are computed together. */
+  readonly batchSize?: number;
+  /** The name of the adapter to use, in a file with adapters. */
+  readonly adapter?: string;
+  readonly signal?: AbortSignal;
+  /** Settings of the task, such as topK. */
+  readonly [setting: string]: unknown;
+}
+
+interface GenerationItem extends Item<Result> {
+  readonly request: Request;
+}
+
+/**
+ * An exported model.
+ *
+ * An input is a text, or a sequence of ids, to which no tokens are added. For a model with several inputs it is an object
+ * with the names of the inputs.
+ */
+export class Model {
+  readonly manifest: Manifest;
+  private readonly inputs: Inputs;
+  private readonly generator: Generator;
+  private template: PromptTemplate | undefined;
+
+  private constructor(
+    private readonly engine: Engine,
+    private readonly parts: ModelParts,
+  ) {
+    this.manifest = engine.manifest;
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders);
+    this.generator = new Generator(engine, this.inputs.outputCodec);
+  }
+
+  /**
+   * Load a file of tformer-export.
+   *
+   * address: the name of a file (in Node), its address, its bytes, or a File.
+   * Throw ModelFileError, DeviceError, OptionError, AbortedError, or MissingExtraError without onnxruntime-node.
+   */
+  static async load(address: ModelAddress, options: LoadOptions = {}): Promise<Model> {
+    checkNames(Object.keys(options), LOAD_OPTIONS);
+    const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
+    checkBoolean("verify", verify);
+    if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
+    const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });
+    const source = await readSource(address, { signal, onProgress });
+    if (verify) await checkDigest(source.bytes, source.name, signal);
+    const engine = await Engine.open(source, backend);
+    try {
+      return new Model(engine, await loadParts(engine));
+    } catch (error) {
+      engine.close();
+      throw error;
+    }
+  }
+
+  /** The device of the model: "node" or "wasm". */
+  get device(): string {
+    return this.engine.backend.device;
+  }
+
+  /** Whether `dispose` was called. */
+  get disposed(): boolean {
+    return this.engine.isClosed;
+  }
+
+  /** Free the weights. Later calls throw UnsupportedCallError. Conversations keep their caches until their release. */
+  async dispose(): Promise<void> {
+    this.engine.close();
+  }
+
+  /** Return bytes of caches and encoder outputs: in use now, and their peak; and of WebAssembly's memory. */
+  memory(): { usedBytes: number; peakBytes: number; heapBytes: number | undefined } {
+    const { usedBytes, peakBytes } = this.engine.memory;
+    const { heapBytes } = this.engine.backend as { heapBytes?: number };
+    return { usedBytes, peakBytes, heapBytes };
+  }
+
+  /** Return facts about the file and the device. */
+  info(): Readonly<Record<string, unknown>> {
+    const { task, maxLength, target, precision, quantization, optimizedFor, producer, parity, version } = this.manifest;
+    const facts = { task, maxLength, target, precision, quantization, optimizedFor, version };
+    return {
+      ...facts,
+      producer: Object.fromEntries(producer),
+      parity: Object.fromEntries(parity),
+      device: this.device,
+    };
+  }
+
+  /**
+   * Generate for one input.
+   *
+   * Throw InputError, OptionError, AbortedError, or UnsupportedCallError for a model that does not generate.
+   */
+  async generate(input: Input, options: CallOptions = {}): Promise<Result> {
+    const { signal, ...generation } = options;
+    const settings = this.settings(generation);
+    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    return (await this.generator.generateAll([request], settings, signal))[0];
+  }
+
+  /**
+   * Generate for one input. Yield the text in pieces, without waiting for the last token.
+   *
+   * Errors as of `generate`. Throw OptionError also for several results, crossAttentions and hiddenStates.
+   */
+  stream(input: Input, options: CallOptions = {}): AsyncGenerator<string, Result> {
+    const { signal, ...generation } = options;
+    const settings = this.settings(generation, true);
+    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    return generateStream(this.generator, request, settings, signal);
+  }
+
+  /**
+   * Generate for any number of inputs. Yield the results in the order of the inputs.
+   *
+   * inputs: read lazily. Inputs of similar length are batched together.
+   * Errors as of `generate`. An InputError has the number of its input, from 1.
+   */
+  generateBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
+    const { signal, batchSize = 32, ...generation } = options;
+    checkInt("batchSize", batchSize);
+    const settings = this.settings(generation);
+    const { generator } = this;
+    return inOrder<Input, GenerationItem, Result>(severalInputs(inputs), {
+      windowSize: WINDOW_BATCHES * batchSize,
+      read: (input, index) => ({ request: makeRequest(this.manifest, this.inputs, input, index, settings) }),
+      batches: (items) => generationBatches(items, batchSize),
+      run: async (batch) => {
+        const tasks = batch.map(({ request }) => generator.makeTask(request, settings));
+        await generator.run(tasks, settings, signal);
+        batch.forEach((item, i) => (item.outcome = outcomeOf(generator, tasks[i])));
+      },
+    });
+  }
+
+  /**
+   * Return the natural logarithm of the probability of each token of `target`, given the tokens before it.
+   *
+   * source: the source of an encoder, or the prompt of a decoder-only model.
+   * target: text or ids. Without it a decoder-only model scores `source`; a first token with no start token before it is
+   *     left out.
+   */
+  async score(source: Input, target?: Value, options: { readonly adapter?: string } = {}): Promise<Float32Array> {
+    checkNames(Object.keys(options), ["adapter"]);
+    this.mustGenerate("score");
+    if (!takesPrompt(this.manifest) && target === undefined) {
+      throw new InputError("score needs a source and a target for a model with an encoder");
+    }
+    const { sources, prompt, startCount } = this.inputs.generationInputs(source);
+    const known = target === undefined ? startCount : prompt.length;
+    const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const scores = await scoreTokens(this.engine, all, Int32Array.from([...prompt, ...ids]));
+    return scores.slice(Math.max(known, 1) - 1);
+  }
+
+  /** Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template. */
+  prompt(
+    messages: string | readonly Message[],
+    options: { readonly system?: string; readonly tools?: Tools } = {},
+  ): Int32Array {
+    checkNames(Object.keys(options), ["system", "tools"]);
+    this.mustBeDecoderOnly("chat");
+    return this.inputs.conversationIds(this.chatTemplate(), conversation(messages, options.system), options.tools);
+  }
+
+  /** Start a conversation, whose cache is kept from turn to turn. system: a message, for a file with a chat template. */
+  chat(options: { readonly system?: string } = {}): Chat {
+    checkNames(Object.keys(options), ["system"]);
+    this.mustBeDecoderOnly("chat");
+    return new Chat({
+      generator: this.generator,
+      inputs: this.inputs,
+      settings: (generation, streams) => this.settings(generation, streams),
+      template: this.parts.templateOf && this.chatTemplate(),
+      system: options.system,
+    });
+  }
+
+  private chatTemplate(): PromptTemplate {
+    if (!this.parts.templateOf) {
+      throw new UnsupportedCallError(
+        "the file has no chat template: export the model from a folder whose tokenizer has one, or with --chat-template",
+      );
+    }
+    return (this.template ??= this.parts.templateOf(this.manifest));
+  }
+
+  /**
+   * Run a single-pass model on one input. The type of the result depends on the task of the file, such as
+   * `Classification` or an array of features.
+   */
+  async predict(input: Input, options: PredictOptions = {}): Promise<unknown> {
+    const { value } = await this.predictBatch([input], options).next();
+    return value;
+  }
+
+  /** Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs. */
+  predictBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
+    const task = this.task("predict");
+    const { truncate = false, batchSize = task.batchSize, adapter, signal, ...settings } = options;
+    checkInt("batchSize", batchSize);
+    return runSinglePass(this.engine, this.inputs, task, task.settings(settings), severalInputs(inputs), {
+      batchSize,
+      truncate: task.truncates(truncate),
+      adapter: this.adapterInput(adapter),
+      signal,
+    });
+  }
+
+  /** Return the labels of each input and their probabilities. Options as of `predict`, with topK. */
+  async classify(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Classification[]> {
+    if (this.task("classify").call !== "classify()") throw this.otherTask("classify");
+    return (await collected(this.predictBatch(severalInputs(inputs), options))) as Classification[];
+  }
+
+  /** Return a vector for each input. Options as of `predict`. */
+  async embed(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Float32Array[]> {
+    const task = this.task("embed");
+    if (task.call !== "embed()") throw this.otherTask("embed");
+    (task as Features).mustPool("embed()");
+    const vectors = (await collected(this.predictBatch(severalInputs(inputs), options))) as NumberArray[];
+    return vectors.map(({ data }) => Float32Array.from(data));
+  }
+
+  /** Return the most probable tokens for each mask of each text. Options as of `predict`, with topK and candidateTokens. */
+  async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
+    if (this.task("fill").call !== "fill()") throw this.otherTask("fill");
+    return (await collected(this.predictBatch(severalInputs(inputs), options))) as Filled[];
+  }
+
+  /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */
+  async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
+    if (this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
+    return (await this.predict(sound as Input, options)) as Transcription;
+  }
+
+  /**
+   * Return the forecast (horizon, targets) of a history (time, columns), both in the units of the data.
+   *
+   * Throw InputError, OptionError, or UnsupportedCallError for a model that does not forecast.
+   */
+  async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
+    const { value } = await this.forecastBatch([history], options).next();
+    return value as NumberArray;
+  }
+
+  /** Run `forecast` for any number of histories, of any lengths. Yield the results in the order of the histories. */
+  forecastBatch(
+    histories: Iterable<History> | AsyncIterable<History>,
+    options: ForecastOptions = {},
+  ): AsyncGenerator<NumberArray> {
+    if (this.disposed) throw closedError();
+    checkNames(Object.keys(options), ["horizon", "truncate", "batchSize", "signal"]);
+    if (options.batchSize !== undefined) checkInt("batchSize", options.batchSize);
+    if (options.truncate !== undefined) checkBoolean("truncate", options.truncate);
+    if (!this.parts.forecaster) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) was not exported to forecast: export it with series={…}`,
+      );
+    }
+    return this.parts.forecaster.forecastAll(histories, options);
+  }
+
+  /** Return the settings of a request. Throw OptionError or UnsupportedCallError for those that the model lacks. */
+  private settings(options: GenerationOptions, streams = false): Settings {
+    this.mustGenerate("generate");
+    const settings = settingsOf(options, this.manifest.generationDefaults);
+    const { outputCodec } = this.inputs;
+    if (settings.stopStrings.length && !outputCodec) {
+      throw new OptionError("stopStrings needs text and the file has no tokenizer", "stopStrings");
+    }
+    for (const [kind, isAsked, flag] of [
+      [CROSS_ATTENTIONS, settings.crossAttentions, "--cross-attentions"],
+      [HIDDEN_STATES, settings.hiddenStates, "--hidden-states NAME"],
+    ] as const) {
+      if (isAsked && !extraOutputs(this.manifest).some((extra) => extra.kind === kind)) {
+        const words = kind === CROSS_ATTENTIONS ? "cross-attention weights" : "hidden states";
+        throw new UnsupportedCallError(`${this.engine.name} holds no ${words}: export the model with ${flag}`);
+      }
+    }
+    adapterNumber(this.manifest, settings.adapter);
+    if (!streams) return settings;
+    if (!outputCodec) {
+      throw new UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives tokenIds");
+    }
+    if (settings.numReturnSequences > 1) {
+      throw new OptionError("numReturnSequences must be 1 for a stream", "numReturnSequences");
+    }
+    if (settings.crossAttentions || settings.hiddenStates) {
+      throw new OptionError("a stream gives text alone: generate() gives crossAttentions and hiddenStates");
+    }
+    return settings;
+  }
+
+  /** Return the input that chooses an adapter. name: undefined is the default of the file. */
+  private adapterInput(name: unknown) {
+    const adapter = name ?? this.manifest.generationDefaults.get("adapter");
+    if (adapter !== undefined && typeof adapter !== "string") {
+      throw new OptionError("adapter must be the name of an adapter", "adapter");
+    }
+    return adapterInput(this.manifest, adapter);
+  }
+
+  private mustBeDecoderOnly(call: string): void {
+    this.mustGenerate(call);
+    if (!takesPrompt(this.manifest)) {
+      throw new UnsupportedCallError(`this model reads its input in an encoder, all at once: it cannot ${call}`);
+    }
+  }
+
+  /** Throw UnsupportedCallError for a model that does not generate text. call: the verb of the caller. */
+  private mustGenerate(call: string): void {
+    this.mustNotForecast(call);
+    if (!this.manifest.decode) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) is a single-pass model: it cannot ${call}; call ${this.parts.task!.call}, or ` +
+          "export it with the step_input that it decodes",
+      );
+    }
+  }
+
+  /** Return the task of a single-pass model. Throw UnsupportedCallError for other models. call: the verb of the caller. */
+  private task(call: string): Task {
+    this.mustNotForecast(call);
+    if (this.manifest.decode) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) generates: it cannot ${call}; call generate()`,
+      );
+    }
+    return this.parts.task!;
+  }
+
+  private otherTask(call: string): UnsupportedCallError {
+    const task = this.parts.task!;
+    return new UnsupportedCallError(
+      `this model (${this.manifest.task}) ${task.does}: it cannot ${call}; call ${task.call} or predict()`,
+    );
+  }
+
+  /** Throw UnsupportedCallError for a forecaster, as for a closed model: all other calls begin here. */
+  private mustNotForecast(call: string): void {
+    if (this.disposed) throw closedError();
+    if (this.parts.forecaster) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) continues series of numbers: it cannot ${call}; call forecast()`,
+      );
+    }
+  }
+}
+
+function outcomeOf(generator: Generator, task: SequenceTask): Item<Result>["outcome"] {
+  try {
+    return { value: generator.makeResult(task) };
+  } catch (error) {
+    return { error };
+  }
+}
+
+/** Yield batches of requests, the longest first. */
+function* generationBatches(items: readonly GenerationItem[], batchSize: number): Iterable<GenerationItem[]> {
+  const positions = ({ request }: GenerationItem) => {
+    let count = request.prompt.length;
+    for (const source of request.sources.values()) count += source.shape[0] ?? 0;
+    return count;
+  };
+  const sorted = [...items].sort((one, other) => positions(other) - positions(one));
+  for (let begin = 0; begin < sorted.length;) {
+    const fitting = Math.max(1, Math.floor(MAX_PREFILL_POSITIONS / Math.max(1, positions(sorted[begin]))));
+    const end = Math.min(sorted.length, begin + Math.min(batchSize, fitting));
+    yield sorted.slice(begin, end);
+    begin = end;
+  }
+}
+
+/** Throw InputError for a single text or picture, whose parts would be taken for inputs. */
+function severalInputs<T extends Iterable<Input> | AsyncIterable<Input>>(inputs: T): T {
+  const isIterable =
+    typeof inputs === "object" && inputs !== null && (Symbol.iterator in inputs || Symbol.asyncIterator in inputs);
+  if (!isIterable || ArrayBuffer.isView(inputs)) {
+    throw new InputError("give a list of inputs; a single input is a list of one: [input]");
+  }
+  return inputs;
+}
+
+async function collected<T>(values: AsyncIterable<T>): Promise<T[]> {
+  const all: T[] = [];
+  for await (const value of values) all.push(value);
+  return all;
+}

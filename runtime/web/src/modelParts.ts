@@ -1,0 +1,95 @@
+/**
+ * The parts of a model that only some files need: chat templates, pictures, sounds, series and tasks. Their code is loaded
+ * for these files, so that a page loads less.
+ */
+
+import { numberArray } from "./base/arrays.js";
+import { ModelFileError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { settingsOf } from "./decoding/options.js";
+import type { Engine } from "./engine/engine.js";
+import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
+import type { Sound } from "./preprocess/audio.js";
+import type { PromptTemplate } from "./preprocess/conversation.js";
+import type { DataReader } from "./preprocess/inputs.js";
+import type { Task } from "./tasks/base.js";
+import type { Forecaster } from "./tasks/forecasting.js";
+import { isSpeechToText, taskOf } from "./tasks/index.js";
+
+export interface ModelParts {
+  /** Makes the chat template of a file; undefined for a file without one. */
+  readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined;
+  /** Input → the function that reads a picture or a sound for it. */
+  readonly dataReaders: ReadonlyMap<string, DataReader>;
+  /** The task of a single-pass model. */
+  readonly task: Task | undefined;
+  readonly forecaster: Forecaster | undefined;
+}
+
+/**
+ * Return the parts of a model.
+ *
+ * Throw ModelFileError for settings of the file that no call could use, as a stranger may have written them, and
+ * UnsupportedCallError for a file that this runtime cannot run.
+ */
+export async function loadParts(engine: Engine): Promise<ModelParts> {
+  const { manifest, name } = engine;
+  if (manifest.placeholders.size) {
+    throw new UnsupportedCallError(
+      `${name} reads pictures in its prompt, which the JavaScript runtime does not: run it with the Python runtime`,
+    );
+  }
+  if (isSpeechToText(manifest)) {
+    throw new UnsupportedCallError(
+      `${name} transcribes by generating text, which the JavaScript runtime does not: run it with the Python runtime`,
+    );
+  }
+  try {
+    const forecaster = await forecasterOf(engine);
+    const task = forecaster || manifest.decode ? undefined : await taskOf(manifest);
+    if (manifest.decode && !forecaster) {
+      adapterNumber(manifest, settingsOf({}, manifest.generationDefaults).adapter);
+    }
+    const hasTemplate = manifest.chatTemplate !== undefined;
+    const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
+    return { templateOf, dataReaders: await readersOf(manifest), task, forecaster };
+  } catch (error) {
+    if (error instanceof ModelFileError) throw new ModelFileError(`${name}: ${error.reason}`, undefined, error);
+    if (!(error instanceof OptionError)) throw error;
+    throw new ModelFileError(
+      `the defaults of ${name} are damaged (${error.reason}): export the model again`,
+      undefined,
+      error,
+    );
+  }
+}
+
+async function forecasterOf(engine: Engine): Promise<Forecaster | undefined> {
+  if (!hasKind(engine.manifest, SERIES)) return undefined;
+  const { SeriesPreprocessor } = await import("./preprocess/series.js");
+  const { Forecaster } = await import("./tasks/forecasting.js");
+  return new Forecaster(engine, SeriesPreprocessor.of(engine.manifest)!);
+}
+
+async function readersOf(manifest: Manifest): Promise<Map<string, DataReader>> {
+  const readers = new Map<string, DataReader>();
+  if (hasKind(manifest, IMAGE)) {
+    const { imageInputs, isPicture } = await import("./preprocess/images.js");
+    for (const [name, images] of imageInputs(manifest.preprocessing)) {
+      readers.set(name, (value) => {
+        if (!isPicture(value)) return value;
+        const { data, shape } = images.pixels(value);
+        return numberArray(Float32Array.from(data), shape);
+      });
+    }
+  }
+  if (hasKind(manifest, AUDIO)) {
+    const { audioOf } = await import("./preprocess/audio.js");
+    const sound = audioOf(manifest)!;
+    readers.set(sound.name, (value) => sound.audio.fromSamples(value as Sound));
+  }
+  return readers;
+}
+
+function hasKind(manifest: Manifest, kind: string): boolean {
+  return [...manifest.preprocessing.values()].some((entry) => entry.kind === kind);
+}

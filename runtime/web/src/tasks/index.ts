@@ -1,0 +1,49 @@
+/** The task of a file that is no text generator. The code of a task is loaded for files that have it. */
+
+import { UnsupportedCallError } from "../base/errors.js";
+import { AUDIO, type Manifest } from "../format/manifest.js";
+import type { Task } from "./base.js";
+
+type TaskClass = new (manifest: Manifest) => Task;
+
+const SPEECH = "automatic-speech-recognition";
+
+const features = async (): Promise<TaskClass> => (await import("./features.js")).Features;
+
+const TASKS: Readonly<Record<string, () => Promise<TaskClass>>> = {
+  "text-classification": async () => (await import("./classification.js")).Classifier,
+  "feature-extraction": features,
+  "sentence-similarity": features,
+  "image-classification": async () => (await import("./classification.js")).ImageClassifier,
+  "image-feature-extraction": async () => (await import("./features.js")).ImageFeatures,
+  "fill-mask": async () => (await import("./fillMask.js")).FillMask,
+  [SPEECH]: async () => (await import("./ctcRecognition.js")).CtcRecognition,
+};
+
+/** Tasks of the Python runtime that this one does not have yet. */
+const ABSENT = ["token-classification", "question-answering"];
+const NEEDS_TOKENIZER = [...ABSENT, "fill-mask"];
+
+/** Return whether a file transcribes speech by generating text. */
+export function isSpeechToText(manifest: Manifest): boolean {
+  const reads = [...manifest.preprocessing.values()].some(({ kind }) => kind === AUDIO);
+  return manifest.decode !== undefined && manifest.task === SPEECH && reads;
+}
+
+/**
+ * Return the task of a single-pass model.
+ *
+ * A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are the
+ * outputs of the model. Throw UnsupportedCallError for a
+ * task that this runtime does not have, ModelFileError for damaged settings of a task.
+ */
+export async function taskOf(manifest: Manifest): Promise<Task> {
+  if (ABSENT.includes(manifest.task) && manifest.tokenizerOf.size) {
+    throw new UnsupportedCallError(
+      `the JavaScript runtime does not have the task ${manifest.task}: run the model with the Python runtime`,
+    );
+  }
+  const isRaw = NEEDS_TOKENIZER.includes(manifest.task) && !manifest.tokenizerOf.size;
+  const load = Object.hasOwn(TASKS, manifest.task) && !isRaw ? TASKS[manifest.task] : features;
+  return new (await load())(manifest);
+}
