@@ -23,7 +23,17 @@ CORPUS = [
     "don't stop. it's 3.14, isn't it?",
     "a  b\tc\nd",
 ] * 3
-TEXTS = [*CORPUS[:8], "", " leading and trailing ", "x", "unknown ☃ snowman", "ⅷ ﬁ", "HELLO World", "hello\u0301 world", "a" * 60]
+TEXTS = [
+    *CORPUS[:8],
+    "",
+    " leading and trailing ",
+    "x",
+    "unknown ☃ snowman",
+    "ⅷ ﬁ",
+    "HELLO World",
+    "hello\u0301 world",
+    "a" * 60,
+]
 
 
 def train(model: Any, trainer: Any, **parts: Any) -> Tokenizer:
@@ -46,7 +56,9 @@ def tokenizers() -> dict[str, Tokenizer]:
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     byte_level = train(
         models.BPE(),
-        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoder=decoders.ByteLevel(),
     )
