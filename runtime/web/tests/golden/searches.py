@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,13 @@ rng = np.random.default_rng(91)
 
 def random_options(beams: bool) -> dict[str, Any]:
     """Return options that may be combined."""
-    options: dict[str, Any] = {"length_penalty": float(rng.choice([-1.0, 0.0, 0.5, 1.0, 2.0]))}
+    options: dict[str, Any] = {"length_penalty": float(rng.choice([-1.0, -1.0, 0.0, 0.5, 1.0, 2.0]))}
     if beams:
-        options["num_beams"] = int(rng.choice([2, 3, 4, 6]))
-        options["early_stopping"] = [False, True, "never"][rng.integers(3)]
-        options["num_return_sequences"] = int(rng.integers(1, options["num_beams"] + 1))
-        if rng.random() < 0.3:
-            options["patience"] = float(rng.choice([1.0, 1.5, 3.0]))
+        options["num_beams"] = int(rng.choice([2, 3, 3, 4, 6]))
+        options["early_stopping"] = [False, True, "never", "never"][rng.integers(4)]
+        options["num_return_sequences"] = options["num_beams"] if rng.random() < 0.5 else 1
+        if rng.random() < 0.5:
+            options["patience"] = float(rng.choice([1.0, 1.25, 1.5, 3.0]))
         if rng.random() < 0.3:
             options["num_beam_groups"] = 2 if options["num_beams"] % 2 == 0 else 3
             options["diversity_penalty"] = float(rng.choice([0.3, 2.0]))
@@ -60,7 +61,7 @@ def tuples(value: Any) -> Any:
 
 def stops(ids: Sequence[int]) -> bool:
     """Return whether a text has the stop string: two ids of a certain sum."""
-    return any((one + other) % 13 == 5 for one, other in zip(ids, ids[1:], strict=False))
+    return any((one + other) % 13 == 5 for one, other in pairwise(ids))
 
 
 def stop_checker() -> Any:
@@ -86,14 +87,14 @@ def finish(search: Any, tasks: list[SequenceTask], table: np.ndarray) -> None:
 
 
 cases: list[dict[str, Any]] = []
-for number in range(240):
-    vocabulary = int(rng.integers(12, 40)) if number % 12 else 1500
+for number in range(500):
+    vocabulary = int(rng.integers(12, 40)) if number % 30 else 1500
     options = random_options(number % 2 == 0)
     settings = Settings(**{name: tuples(value) for name, value in options.items()})
     ends = rng.integers(0, vocabulary, rng.integers(1, 3)).tolist()
     stopping = rng.random() < 0.2
     table = rng.normal(0, rng.choice([0.5, 1.5, 4]), (STATES, vocabulary)).astype(np.float32)
-    table[:, ends] += rng.choice([-1, 0, 2])
+    table[:, ends] += rng.choice([-1, 0, 2, 5])
     prompts = [rng.integers(0, vocabulary, rng.integers(1, 4)) for _ in range(rng.integers(1, 4))]
     max_tokens = [int(rng.integers(3, 14)) for _ in prompts]
     tasks = [
