@@ -189,7 +189,9 @@ function rank(group: BeamGroup, earlier: readonly BeamGroup[], step: Step): Cont
       const scores = new Float32Array(vocabulary);
       for (let i = 0; i < vocabulary; i++) scores[i] = logits[begin + i] - norm;
       const penalty = fround(task.settings.diversityPenalty);
-      for (const before of earlier) for (const token of before.chosen) scores[token] -= penalty;
+      const counts = new Map<number, number>(); // the product of the count is rounded once, as in Python
+      for (const token of earlier.flatMap((before) => before.chosen)) counts.set(token, (counts.get(token) ?? 0) + 1);
+      for (const [token, count] of counts) scores[token] -= penalty * count;
       if (task.options.rules.length) task.applyRules(idsOf(task, beam), scores);
       for (let i = 0; i < vocabulary; i++) scores[i] += beam.score;
       top.scan(scores, 0, vocabulary);

@@ -10,8 +10,11 @@
 
 import { OptionError } from "../base/errors.js";
 import { pairwiseSum } from "../base/pairwiseSum.js";
+import { TopValues } from "./logProbabilities.js";
 import type { Settings } from "./options.js";
 import { RandomGenerator } from "./randomGenerator.js";
+
+const MAX_SCANNED = 256; // greatest logits that one pass finds faster than a sort does
 
 /** The tokens that can be drawn, in the order of the vocabulary, and their probabilities. */
 export interface Distribution {
@@ -77,7 +80,7 @@ export class Sampler {
  * topK keeps ties with the k-th token. topP drops the least likely tokens as long as their sum is at most 1 - p. minP drops
  * the tokens that are less than p times as likely as the likeliest. The likeliest token always stays (Holtzman et al. 2020
  * and Nguyen et al. 2024, as in transformers' TopPLogitsWarper and MinPLogitsWarper). Throw OptionError if all logits are
- * -Infinity. Cost: topK and topP sort numbers of the vocabulary.
+ * -Infinity. Cost: topP sorts numbers of the vocabulary, and so does a topK of more than 256.
  */
 export function warp(logits: Float32Array, temperature: number, topK = 0, topP = 1, minP = 0): Distribution {
   let tokens = topTokens(logits, topK);
@@ -103,8 +106,15 @@ function topTokens(logits: Float32Array, topK: number): Int32Array {
   if (!count) throw new OptionError("the options leave no token that may come next");
   const possible = tokens.subarray(0, count);
   if (!(0 < topK && topK < count)) return possible;
-  const threshold = logits.slice().sort()[logits.length - topK];
+  const threshold = topK <= MAX_SCANNED ? scanned(logits, topK) : logits.slice().sort()[logits.length - topK];
   return possible.filter((token) => logits[token] >= threshold);
+}
+
+/** Return the `count`-th greatest value. */
+function scanned(values: Float32Array, count: number): number {
+  const top = new TopValues(count);
+  top.scan(values, 0, values.length);
+  return top.values[count - 1];
 }
 
 /** Drop the least likely tokens: of equal ones, those that come first in the vocabulary. */

@@ -1,33 +1,27 @@
 /** The discrete Fourier transform of real frames of any length. */
 
+const MAX_FACTOR = 61; // a transform whose length has a greater prime factor is made of transforms of other lengths
+
 /**
  * Computes power spectra of frames of one length.
  *
- * A transform of n = p · m values is made of p transforms of m values (Cooley and Tukey 1965), for each prime factor p of n.
- * Two real frames are one complex frame: their spectra are its even and its odd part. Cost of a frame: n · Σ p.
+ * Two real frames are one complex frame: their spectra are its even and its odd part.
  */
 export class PowerSpectrum {
-  private readonly factors: readonly number[];
-  private readonly cos: Float64Array;
-  private readonly sin: Float64Array;
+  private readonly transform: (input: Complex, output: Complex) => void;
   private readonly input: Complex;
   private readonly output: Complex;
-  private readonly scratch: Complex;
 
   constructor(readonly length: number) {
-    this.factors = primeFactors(length);
-    const angles = Float64Array.from({ length }, (_, i) => (-2 * Math.PI * i) / length);
-    this.cos = angles.map(Math.cos);
-    this.sin = angles.map(Math.sin);
+    this.transform = transformOf(length);
     this.input = complex(length);
     this.output = complex(length);
-    this.scratch = complex(Math.max(1, ...this.factors));
   }
 
   /**
    * Compute the power |X| ² of two frames at the frequencies 0 … n / 2.
    *
-   * one, other: the frames, which are read from places of `values`, each multiplied by the window.
+   * one, other: the places in `values` where the frames begin. Each is multiplied by the window.
    */
   ofTwo(
     values: Float32Array,
@@ -42,7 +36,7 @@ export class PowerSpectrum {
       input.re[i] = values[one + i] * window[i];
       input.im[i] = values[other + i] * window[i];
     }
-    this.transform(0, 0, 1, length, 0);
+    this.transform(input, output);
     for (let i = 0; i <= length >> 1; i++) {
       const mirror = i === 0 ? 0 : length - i;
       const [a, b, c, d] = [output.re[i], output.im[i], output.re[mirror], output.im[mirror]];
@@ -50,18 +44,37 @@ export class PowerSpectrum {
       otherPower[i] = ((b + d) ** 2 + (c - a) ** 2) / 4;
     }
   }
+}
 
-  /** Transform n values of the input, `stride` apart, to n values of the output next to each other. */
-  private transform(to: number, from: number, stride: number, n: number, level: number): void {
-    const { input, output, scratch, cos, sin, length } = this;
+interface Complex {
+  readonly re: Float64Array;
+  readonly im: Float64Array;
+}
+
+function complex(length: number): Complex {
+  return { re: new Float64Array(length), im: new Float64Array(length) };
+}
+
+/** Return a function from values to their transform. Cost of a call: n · log n. */
+function transformOf(length: number): (input: Complex, output: Complex) => void {
+  const factors = primeFactors(length);
+  if (Math.max(1, ...factors) > MAX_FACTOR) return chirpTransform(length);
+  const { cos, sin } = turns(length, -2, (i) => i);
+  const scratch = complex(MAX_FACTOR);
+
+  /**
+   * Transform n values of the input, `stride` apart, to n values of the output next to each other: p transforms of n / p
+   * values, for a prime factor p of n (Cooley and Tukey 1965).
+   */
+  function transform(input: Complex, output: Complex, to = 0, from = 0, stride = 1, n = length, level = 0): void {
     if (n === 1) {
       output.re[to] = input.re[from];
       output.im[to] = input.im[from];
       return;
     }
-    const p = this.factors[level];
+    const p = factors[level];
     const m = n / p;
-    for (let k = 0; k < p; k++) this.transform(to + k * m, from + k * stride, stride * p, m, level + 1);
+    for (let k = 0; k < p; k++) transform(input, output, to + k * m, from + k * stride, stride * p, m, level + 1);
     for (let i = 0; i < m; i++) {
       for (let k = 0; k < p; k++) {
         scratch.re[k] = output.re[to + k * m + i];
@@ -81,15 +94,49 @@ export class PowerSpectrum {
       }
     }
   }
+  return transform;
 }
 
-interface Complex {
-  readonly re: Float64Array;
-  readonly im: Float64Array;
+/**
+ * Return a function from values to their transform, for lengths with great prime factors: it is a convolution with
+ * exp(πi k² / n), which transforms of a power of 2 compute (Bluestein 1970).
+ */
+function chirpTransform(length: number): (input: Complex, output: Complex) => void {
+  const size = 2 ** Math.ceil(Math.log2(2 * length - 1));
+  const inner = transformOf(size);
+  const { cos, sin } = turns(length, -1, (i) => (i * i) % (2 * length)); // exact below 2 ** 53
+  const [padded, spectrum, filter] = [complex(size), complex(size), complex(size)];
+  for (let i = 0; i < length; i++) {
+    padded.re[i] = padded.re[(size - i) % size] = cos[i];
+    padded.im[i] = padded.im[(size - i) % size] = -sin[i];
+  }
+  inner(padded, filter);
+  return (input, output) => {
+    padded.re.fill(0);
+    padded.im.fill(0);
+    for (let i = 0; i < length; i++) {
+      padded.re[i] = input.re[i] * cos[i] - input.im[i] * sin[i];
+      padded.im[i] = input.re[i] * sin[i] + input.im[i] * cos[i];
+    }
+    inner(padded, spectrum);
+    for (let i = 0; i < size; i++) {
+      // The inverse transform is the transform of the conjugate values, conjugated and divided by the length.
+      padded.re[i] = spectrum.re[i] * filter.re[i] - spectrum.im[i] * filter.im[i];
+      padded.im[i] = -(spectrum.re[i] * filter.im[i] + spectrum.im[i] * filter.re[i]);
+    }
+    inner(padded, spectrum);
+    for (let i = 0; i < length; i++) {
+      const [re, im] = [spectrum.re[i] / size, -spectrum.im[i] / size];
+      output.re[i] = re * cos[i] - im * sin[i];
+      output.im[i] = re * sin[i] + im * cos[i];
+    }
+  };
 }
 
-function complex(length: number): Complex {
-  return { re: new Float64Array(length), im: new Float64Array(length) };
+/** Return cosine and sine of π · times · place(i) / length, for i = 0 … length - 1. */
+function turns(length: number, times: number, place: (i: number) => number): { cos: Float64Array; sin: Float64Array } {
+  const angles = Float64Array.from({ length }, (_, i) => (times * Math.PI * place(i)) / length);
+  return { cos: angles.map(Math.cos), sin: angles.map(Math.sin) };
 }
 
 function primeFactors(n: number): number[] {

@@ -17,6 +17,8 @@ for number in range(60):
         new_width = width
     if number % 10 == 5:
         new_height = height
+    if number % 10 == 3:  # the height shrinks by twice as many pixels as the width, where the order of Pillow changes
+        new_width, new_height, width, height = 20, 10, 20 + number, 10 + 2 * number
     channels = (1, 3)[number % 2]
     shape = (height, width, channels)
     pixels = rng.integers(0, 256, shape) if number % 3 else 255 * rng.integers(0, 2, shape)  # sharp edges overshoot

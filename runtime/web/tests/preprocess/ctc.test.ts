@@ -80,6 +80,11 @@ test("The probabilities of all labellings add up to 1", () => {
   expect(all.map(({ ids }) => ids)).toContainEqual([]);
 });
 
+test("Of equally probable labellings, that of the shorter prefix and of the smaller token comes first", () => {
+  const found = beamSearch({ data: new Array<number>(4).fill(Math.log(0.25)), frames: 1, tokens: 4 }, 2, 3);
+  expect(found.map(({ ids }) => ids)).toEqual([[], [0], [1]]); // as numpy's stable argsort
+});
+
 test("Runs of a token are merged, unless a blank is between them", () => {
   expect(collapsePath([0, 3, 3, 0, 3, 4, 4, 0], 0)).toEqual([3, 3, 4]);
   expect(collapsePath([], 0)).toEqual([]);
