@@ -37,6 +37,7 @@ FORMS = {
     "portable int4": ("int4", {"target": "portable"}),
     "cuda": ("none", {"target": "cuda", "precision": "fp32"}),
 }
+IN_SUITE = ("fp32", "int8", "int8 for latency", "mixed for latency", "portable int4", "cuda")
 OUTSIDE_NODES = [name for name in FORMS if name not in ("fp32", "int8 for latency", "cuda")]  # beside the If
 
 
@@ -50,7 +51,9 @@ def opened(path, split_stages):
     return Model(Engine(Session(path, "cpu", threads=1, split_stages=split_stages, native_kernels=False)))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [form if form in IN_SUITE else pytest.param(form, marks=pytest.mark.thorough) for form in FORMS]
+)
 def test_stages_apart_give_the_same_tokens(form, tmp_path):
     torch.manual_seed(5)
     module = Seq2SeqTransformer(
