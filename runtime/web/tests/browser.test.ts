@@ -5,11 +5,21 @@
  */
 
 import { execFileSync } from "node:child_process";
-import { copyFileSync, existsSync, mkdirSync, mkdtempSync, rmSync, statSync, writeFileSync } from "node:fs";
+import {
+  copyFileSync,
+  existsSync,
+  mkdirSync,
+  mkdtempSync,
+  rmSync,
+  statSync,
+  symlinkSync,
+  writeFileSync,
+} from "node:fs";
 import { tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { build } from "esbuild";
 import { chromium, type Browser, type Page } from "playwright-core";
+import { build as viteBuild } from "vite";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { example } from "./support/docs.js";
 import { modelPath } from "./support/models.js";
@@ -29,7 +39,10 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
 
   beforeAll(async () => {
     scripts = mkdtempSync(join(tmpdir(), "tformer-page-"));
-    execFileSync(process.execPath, ["scripts/bundle.mjs"], { cwd: PACKAGE, stdio: ["ignore", "ignore", "inherit"] });
+    const run = (...args: string[]) =>
+      execFileSync(process.execPath, args, { cwd: PACKAGE, stdio: ["ignore", "ignore", "inherit"] });
+    run("node_modules/typescript/bin/tsc", "--project", "tsconfig.build.json");
+    run("scripts/bundle.mjs");
     const entryPoints = [join(PACKAGE, "tests/page/page.ts")];
     await build({ entryPoints, bundle: true, format: "esm", target: "es2022", outfile: join(scripts, "page.js") });
     copyFileSync(join(PACKAGE, "tests/page/index.html"), join(scripts, "index.html"));
@@ -55,6 +68,26 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     try {
       await page.goto(`${server.address}/index.html`);
       await page.getByRole("button").click({ timeout: 60_000 }); // it is disabled until the model is loaded
+      const output = page.locator("output");
+      await expect.poll(() => output.textContent(), { timeout: 60_000 }).toBe("T R AE N S F AO R M ER");
+      expect(server.missing).toEqual([]);
+    } finally {
+      await page.close();
+      await server.stop();
+    }
+  });
+
+  test("the page with Vite of docs/web.md pronounces a word", async () => {
+    const folder = join(scripts, "vite");
+    mkdirSync(join(folder, "node_modules"), { recursive: true });
+    symlinkSync(PACKAGE, join(folder, "node_modules", "tformer"));
+    for (const name of ["vite/index.html", "vite/main.js"]) writeFileSync(join(scripts, name), example(name));
+    await viteBuild({ root: folder, configFile: false, logLevel: "error" });
+    const files = { "/models/": `${dirname(modelPath("g2p"))}/`, "/": `${folder}/dist/` };
+    const server = await PageServer.start(files, true);
+    const page = await browser.newPage();
+    try {
+      await page.goto(`${server.address}/index.html`);
       const output = page.locator("output");
       await expect.poll(() => output.textContent(), { timeout: 60_000 }).toBe("T R AE N S F AO R M ER");
       expect(server.missing).toEqual([]);
