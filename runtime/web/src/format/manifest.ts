@@ -41,7 +41,8 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 8;
+export const MANIFEST_VERSION = 9;
+export const OLDEST_VERSION = 8; // that this runtime reads
 
 export const STAGE_INPUT = "stage.decode";
 export const POSITIONS = "decode.positions";
@@ -62,6 +63,14 @@ export const NEW_AXIS = "new";
 export const SLOT_AXIS = "slot";
 
 export const BASE_ADAPTER = "base"; // the name of the model without an adapter
+
+/** Target → the devices that a file in float32 suits, the best one first. */
+const DEVICES_OF_TARGET: Readonly<Record<string, readonly string[]>> = {
+  cpu: ["cpu", "wasm"],
+  cuda: ["cuda", "cpu"],
+  web: ["webgpu", "wasm", "cpu"],
+  portable: ["cpu", "cuda", "wasm"],
+};
 
 export const AUDIO = "audio"; // kinds of Preprocessing
 export const IMAGE = "image";
@@ -139,6 +148,7 @@ const manifest = object({
   tokenizerOf: mapping(index),
   generationDefaults: mapping(anything),
   target: text,
+  devices: list(name),
   precision: text,
   quantization: text,
   optimizedFor: text,
@@ -193,13 +203,23 @@ export function manifestFromJson(json: string): Manifest {
       `the file's manifest has version ${version} and this runtime reads version ${MANIFEST_VERSION}: upgrade tformer`,
     );
   }
-  if (version < MANIFEST_VERSION) {
+  if (version < OLDEST_VERSION) {
     throw new ModelFileError(
       `the file was written by an earlier tformer (its manifest has version ${version}, this runtime reads version ` +
         `${MANIFEST_VERSION}): export the model again`,
     );
   }
-  return readTyped(manifest, data, "the file's tformer manifest is damaged");
+  return readTyped(manifest, withDevices(data as JsonObject), "the file's tformer manifest is damaged");
+}
+
+type JsonObject = Readonly<Record<string, unknown>>;
+
+/** Return a manifest with the devices that version 9 has added. */
+function withDevices(data: JsonObject): JsonObject {
+  if (data["version"] !== 8 || "devices" in data) return data;
+  const target = String(data["target"]);
+  const devices = Object.hasOwn(DEVICES_OF_TARGET, target) ? DEVICES_OF_TARGET[target] : [];
+  return { ...data, devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1), version: 9 };
 }
 
 /** Return whether a cache has no slots: it holds a value after the last token, and none of earlier tokens. */

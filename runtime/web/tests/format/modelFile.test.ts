@@ -64,8 +64,8 @@ describe("manifests", () => {
   const cases: [string, (manifest: Record<string, unknown>) => void, string][] = [
     [
       "of a later version",
-      (m) => (m["version"] = 9),
-      "has version 9 and this runtime reads version 8: upgrade tformer",
+      (m) => (m["version"] = 10),
+      "has version 10 and this runtime reads version 9: upgrade tformer",
     ],
     ["of an earlier version", (m) => (m["version"] = 7), "was written by an earlier tformer"],
     ["without a version", (m) => delete m["version"], "manifest is damaged: export the model again"],
@@ -84,6 +84,20 @@ describe("manifests", () => {
     const read = () => checkManifest(manifestFromJson(changedManifest(change)));
     expect(read).toThrow(ModelFileError);
     expect(read).toThrow(sentence);
+  });
+
+  test("of version 8 have the devices that version 9 has added", () => {
+    const devices = (target: string, precision: string) =>
+      manifestFromJson(
+        changedManifest((m) => {
+          delete m["devices"];
+          Object.assign(m, { version: 8, target, precision });
+        }),
+      ).devices;
+    expect(manifestFromJson(changedManifest(() => {})).devices).toEqual(["cpu", "wasm"]);
+    expect(devices("cpu", "fp32")).toEqual(["cpu", "wasm"]);
+    expect(devices("cuda", "fp16")).toEqual(["cuda"]);
+    expect(devices("later", "fp32")).toEqual([]);
   });
 
   test("that are no JSON", () => {

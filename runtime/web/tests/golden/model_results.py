@@ -11,7 +11,7 @@ from golden_file import GoldenFile
 from tformer_runtime import InputError, Model
 from tformer_runtime.decoding.request import Result
 
-BUILD = Path(__file__).resolve().parents[4] / "build"
+BUILD = Path(__file__).resolve().parents[4] / "build" / "web"
 WORDS = [
     "a", "be", "onnx", "hello", "transformer", "quantization", "pronunciation", "rhythm", "queue", "knight",
     "xylophone", "bureaucracy", "choir", "czar", "mnemonic", "psyche", "aisle", "gnome", "wrought", "island",

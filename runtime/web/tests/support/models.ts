@@ -1,32 +1,17 @@
-/** The model files that tests open: those of this repository, exported to build/ if they are not there. */
+/** The model files that tests open, with their golden files: `export_models.py` makes those that are missing or old. */
 
 import { execFileSync } from "node:child_process";
-import { existsSync, mkdirSync, readFileSync } from "node:fs";
-import { resolve } from "node:path";
+import { readFileSync } from "node:fs";
+import { join, resolve } from "node:path";
+import type { Json } from "./goldenValues.js";
 
 const REPOSITORY = resolve(import.meta.dirname, "../../../..");
 const PYTHON = process.env["PYTHON"] ?? resolve(REPOSITORY, ".venv/bin/python");
-
-/** File in build/ → the folder in models/, and arguments of the export. */
-const FILES: Readonly<Record<string, readonly string[]>> = {
-  g2p: ["models/g2p/model.pt"],
-  "g2p-int8": ["models/g2p/model.pt", "--quantize", "int8"],
-  "g2p-extras": [
-    "models/g2p/model.pt",
-    "--cross-attentions",
-    "--hidden-states",
-    "decoder_norm",
-    "--hidden-states",
-    "encoder_norm",
-  ],
-  words: ["models/words/model.pt"],
-  languages: ["models/languages/model.pt"],
-  elnino: ["models/elnino/model.pt"],
-};
+const FOLDER = resolve(REPOSITORY, "build/web");
 
 /** Return the name of a model file. */
 export function modelPath(name: string): string {
-  return resolve(REPOSITORY, "build", `${name}.onnx`);
+  return join(FOLDER, `${name}.onnx`);
 }
 
 /** Return the bytes of a model file. */
@@ -34,17 +19,15 @@ export function modelBytes(name: string): Uint8Array {
   return new Uint8Array(readFileSync(modelPath(name)));
 }
 
-/** Export the files that are missing. Vitest runs it once, before all tests. */
+/** Return the golden file of a model file. */
+export function goldenOf(name: string): Json {
+  return JSON.parse(readFileSync(join(FOLDER, `${name}.golden.json`), "utf8"));
+}
+
+/** Make the files. Vitest runs it once, before all tests. */
 export default function setup(): void {
-  mkdirSync(resolve(REPOSITORY, "build"), { recursive: true });
-  for (const [name, args] of Object.entries(FILES)) {
-    const output = modelPath(name);
-    if (existsSync(output)) continue;
-    const path = ["", "runtime", "models"].map((folder) => resolve(REPOSITORY, folder)).join(":");
-    execFileSync(PYTHON, ["-c", "from tformer_export.cli import main; main()", ...args, "--output", output], {
-      cwd: REPOSITORY,
-      env: { ...process.env, PYTHONPATH: path, PYTHONDONTWRITEBYTECODE: "1" },
-      stdio: ["ignore", "ignore", "inherit"],
-    });
-  }
+  execFileSync(PYTHON, [join(import.meta.dirname, "export_models.py"), FOLDER], {
+    env: { ...process.env, OMP_NUM_THREADS: "1", PYTHONDONTWRITEBYTECODE: "1" },
+    stdio: ["ignore", "inherit", "inherit"],
+  });
 }

@@ -1,0 +1,35 @@
+/** The script of the page of `browser.test.ts`: it loads the bundle and compares models with their golden files. */
+
+import type * as tformer from "../../src/index.js";
+import { requestDifferences } from "../support/goldenRequests.js";
+
+declare global {
+  interface Window {
+    replay: typeof replay;
+  }
+}
+
+/** Return how the results of a model differ from its golden file, and facts about the page and the download. */
+async function replay(name: string, threads?: number) {
+  const bundle = "/bundle/tformer.js"; // that of scripts/bundle.mjs, and no copy in this script
+  const { Model } = (await import(bundle)) as typeof tformer;
+  const golden: unknown = await (await fetch(`/models/${name}.golden.json`)).json();
+  const progress: [number, number][] = [];
+  const model = await Model.load(`/models/${name}.onnx`, {
+    threads,
+    onProgress: ({ loaded, total }) => progress.push([loaded, total]),
+  });
+  const differences = await requestDifferences(model, golden);
+  const { usedBytes } = model.memory();
+  await model.dispose();
+  return {
+    differences,
+    device: model.device,
+    usedBytes,
+    lastProgress: progress[progress.length - 1],
+    isolated: crossOriginIsolated,
+  };
+}
+
+window.replay = replay;
+document.title = "ready";

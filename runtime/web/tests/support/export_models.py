@@ -1,0 +1,116 @@
+"""Export the models of this repository and write some small ones, with golden files, for the tests of runtime/web.
+
+    python export_models.py FOLDER
+
+It keeps the files in the folder whose sources are still the same: checkpoint, arguments and code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[4]
+CODE = ("tformer_export", "runtime/tformer_runtime", "models/tformer_models", "tests/support")
+sys.path += [str(REPOSITORY / folder) for folder in ("", "runtime", "models", "tests")]
+
+GOLDEN = "--golden"
+EXTRAS = ("--cross-attentions", "--hidden-states", "decoder_norm", "--hidden-states", "encoder_norm")
+INT8, INT4, WEB = ("--quantize", "int8"), ("--quantize", "int4"), ("--target", "web")
+EXPORTS: dict[str, tuple[str, ...]] = {
+    "g2p": ("g2p", GOLDEN),
+    "g2p-int8": ("g2p", GOLDEN, *INT8),
+    "g2p-extras": ("g2p", GOLDEN, *EXTRAS),
+    "g2p-web": ("g2p", GOLDEN, *WEB),
+    "g2p-web-int8": ("g2p", GOLDEN, *WEB, *INT8),
+    "g2p-web-int4": ("g2p", GOLDEN, *WEB, *INT4),
+    "words": ("words", GOLDEN),
+    "words-int8": ("words", GOLDEN, *INT8),
+    "words-web-int8": ("words", GOLDEN, *WEB, *INT8),
+    "languages": ("languages", GOLDEN),
+    "languages-int8": ("languages", GOLDEN, *INT8),
+    "languages-web": ("languages", GOLDEN, *WEB),
+    "elnino": ("elnino", GOLDEN),
+    "elnino-int8": ("elnino", GOLDEN, *INT8),
+    "elnino-web": ("elnino", GOLDEN, *WEB),
+}
+TOYS = "toys"  # the small ones, which are written together
+KEYS = "keys.json"
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = folder / KEYS
+    known = json.loads(keys.read_text()) if keys.exists() else {}
+    current = dict(_keys())
+    old = [name for name, key in current.items() if known.get(name) != key]
+    if not old:
+        return
+    # torch takes seconds to import, and both processes use one core.
+    with ProcessPoolExecutor(2) as pool:
+        for name, _ in zip(old, pool.map(_make, [folder] * len(old), old), strict=True):
+            known[name] = current[name]
+            keys.write_text(json.dumps(known))
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    """Yield the name of each file and the digest of its sources."""
+    code = hashlib.sha256(Path(__file__).read_bytes())
+    for name in CODE:
+        for path in sorted((REPOSITORY / name).rglob("*.py")):
+            code.update(path.read_bytes())
+    yield TOYS, code.hexdigest()
+    for name, args in EXPORTS.items():
+        key = code.copy()
+        key.update(_checkpoint(args).read_bytes())
+        yield name, key.hexdigest()
+
+
+def _checkpoint(args: tuple[str, ...]) -> Path:
+    return REPOSITORY / "models" / args[0] / "model.pt"
+
+
+def _make(folder: Path, name: str) -> None:
+    if name == TOYS:
+        _write_toys(folder)
+        return
+    from tformer_export.cli import command
+
+    args = EXPORTS[name]
+    options = [*args[1:], "--output", str(folder / f"{name}.onnx"), "--force", "--quiet"]
+    if GOLDEN in options:
+        options.insert(options.index(GOLDEN) + 1, str(folder / f"{name}.golden.json"))
+    command([str(_checkpoint(args)), *options], standalone_mode=False)
+
+
+def _write_toys(folder: Path) -> None:
+    """Write small files of all kinds of caches, contexts and tasks, and their golden files."""
+    from support.served_tasks import write_tasks
+    from support.toy_models import Toy
+
+    from tformer_export.verify.golden.record import make_golden, write_golden
+
+    toys = {
+        "toy-scatter": Toy(attention="scatter-pair", seed=6, layers=2),
+        "toy-stride": Toy(stride=3, seed=8, extras=True),
+        "toy-shared-context": Toy(shares=True, seed=9, select=False),
+        "toy-carries": Toy(encoder=False, carries=True, seed=12),
+    }
+    for name, toy in toys.items():
+        toy.write(folder / f"{name}.onnx")
+    tasks = folder / "tasks"
+    tasks.mkdir(exist_ok=True)
+    written = write_tasks(tasks)
+    for name in ("vector", "states", "masks", "pictures", "sounds", "series"):
+        (folder / f"toy-{name}.onnx").write_bytes(written[name].read_bytes())
+        toys[f"toy-{name}"] = written[name]
+    for name in toys:
+        write_golden(make_golden(folder / f"{name}.onnx"), folder / f"{name}.golden.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

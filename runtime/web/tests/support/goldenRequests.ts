@@ -1,0 +1,166 @@
+/** Compare calls of `Model` with a golden file: generation, streams and results of tasks. It runs in pages too. */
+
+import type { Input, Model, NumberArray, Result, Value } from "../../src/index.js";
+import {
+  arrayDifference,
+  bytesOf,
+  decodeArray,
+  jsonDifference,
+  numberDifference,
+  type Json,
+  type Stored,
+  type Values,
+} from "./goldenValues.js";
+
+const ADAPTER = "request.adapter";
+
+/** Turns the bytes of a PNG file into a picture. */
+export type PictureReader = (png: Uint8Array<ArrayBuffer>) => Value;
+
+/** Return how the results of a model differ from a golden file, a sentence each. */
+export async function requestDifferences(model: Model, golden: Json, readPicture?: PictureReader): Promise<string[]> {
+  const found: string[] = [];
+  const add = (place: string, differences: readonly (string | undefined)[]) =>
+    found.push(...differences.filter((one) => one !== undefined).map((one) => `${place}: ${one}`));
+  for (const [number, example] of (golden.generation ?? []).entries()) {
+    add(`generation ${number}`, await generation(model, golden, example));
+  }
+  for (const [number, example] of (golden.streams ?? []).entries()) {
+    add(`streams ${number}`, [await stream(model, example)]);
+  }
+  if (golden.results?.length) add("results", await results(model, golden, readPicture));
+  return found;
+}
+
+/** Return an input of `generate`. */
+export function generationInput(example: Json): Input {
+  if ("text" in example) return example.text as string;
+  const inputs = Object.entries(example.inputs as Json).filter(([name]) => name !== ADAPTER);
+  return Object.fromEntries(inputs.map(([name, json]) => [name, valueOf(decodeArray(json))]));
+}
+
+function valueOf({ data, shape }: Stored): Value {
+  if (!shape.length) return data[0];
+  return shape.length === 1 ? data : { data, shape };
+}
+
+/** Return options of the Python runtime as those of JavaScript. */
+function optionsOf(options: Json): object {
+  const camelCase = (name: string) => name.replace(/_(.)/g, (_, letter: string) => letter.toUpperCase());
+  return Object.fromEntries(Object.entries(options).map(([name, value]) => [camelCase(name), value]));
+}
+
+function adapterOf(model: Model, example: Json): object {
+  if (!example.inputs || !(ADAPTER in example.inputs)) return {};
+  const number = decodeArray(example.inputs[ADAPTER]).data[0];
+  return { adapter: ["base", ...model.manifest.adapters][number] };
+}
+
+async function generation(model: Model, golden: Json, example: Json): Promise<(string | undefined)[]> {
+  const { expected, options } = example;
+  const best = await model.generate(generationInput(example), { ...optionsOf(options), ...adapterOf(model, example) });
+  const all = [best, ...best.alternatives];
+  const sequences = expected.sequences as Json[];
+  if (all.length !== sequences.length) return [`there are ${all.length} sequences, not ${sequences.length}`];
+  return all.map((result, place) => {
+    if (expected.all_decided) return sequenceDifference(result, sequences[place], logprobTolerance(golden));
+    const count = expected.decided_tokens[place] as number;
+    const [found, decided] = [result.tokenIds, sequences[place].token_ids].map((ids) => `${ids.slice(0, count)}`);
+    return found === decided ? undefined : `sequence ${place}: the ids begin ${found}, not ${decided}`;
+  });
+}
+
+function sequenceDifference(result: Result, sequence: Json, allowed: number): string | undefined {
+  const found = { token_ids: [...result.tokenIds], text: result.text, finish_reason: result.finishReason };
+  const expected = { token_ids: sequence.token_ids, text: sequence.text, finish_reason: sequence.finish_reason };
+  const { data } = decodeArray(sequence.token_logprobs);
+  return (
+    jsonDifference(found, expected, 0) ??
+    numberDifference(data, result.tokenLogprobs, allowed) ??
+    numberDifference(Float64Array.of(sequence.score), [result.score], allowed * Math.max(1, data.length))
+  );
+}
+
+/** Return the allowed difference of a log-probability: twice that of a logit, of the widest range in the file. */
+function logprobTolerance(golden: Json): number {
+  let span = 0;
+  for (const { expected } of golden.decode) {
+    for (const { logits } of expected) {
+      const [low, high] = [logits.minimum, logits.maximum].map((json) => decodeArray(json).data);
+      high.forEach((value, i) => (span = Math.max(span, value - low[i])));
+    }
+  }
+  return 2 * golden.tolerance * span;
+}
+
+async function stream(model: Model, example: Json): Promise<string | undefined> {
+  const pieces: string[] = [];
+  for await (const piece of model.stream(generationInput(example), optionsOf(example.options))) pieces.push(piece);
+  return example.expected.decided ? jsonDifference(pieces, example.expected.pieces, 0) : undefined;
+}
+
+async function results(model: Model, golden: Json, readPicture?: PictureReader): Promise<(string | undefined)[]> {
+  const inputs = golden.results.map(({ input }: Json) => rawInput(input, readPicture)) as Input[];
+  const found: unknown[] = [];
+  if ("series" in golden.results[0].input) {
+    for (const [i, history] of inputs.entries()) {
+      found.push(await model.forecast(history as NumberArray, { horizon: golden.results[i].input.horizon as number }));
+    }
+  } else {
+    const canTruncate = typeof inputs[0] === "string" || Array.isArray(inputs[0]);
+    for await (const result of model.predictBatch(inputs, canTruncate ? { truncate: true } : {})) found.push(result);
+  }
+  if (found.length !== golden.results.length)
+    return [`there are ${found.length} results, not ${golden.results.length}`];
+  return found.map((result, number) => {
+    const { numbers, fields } = golden.results[number].expected;
+    const difference =
+      arrayDifference(numbers, numbersOf(result as Json), golden.tolerance) ??
+      (fields && jsonDifference(fieldsOf(result as Json, fields), fields, golden.tolerance));
+    return difference && `input ${number}: ${difference}`;
+  });
+}
+
+function rawInput(raw: Json, readPicture?: PictureReader): unknown {
+  if ("text" in raw) return raw.text;
+  if ("fields" in raw) return raw.fields;
+  if ("texts" in raw) return raw.texts;
+  if ("png" in raw) return readPicture!(bytesOf(raw.png as string));
+  if ("series" in raw) return decodeArray(raw.series);
+  const samples = decodeArray(raw.samples).data.map((sample) => Math.fround(sample * raw.volume));
+  return { samples, samplingRate: raw.rate as number };
+}
+
+/** Return the numbers of a result, as the Python runtime's tasks do. */
+function numbersOf(result: Json): Values {
+  const vector = (data: number[]) => ({ data, shape: [data.length] });
+  if ("shape" in result) return result as Values;
+  if ("scores" in result) return vector(Object.values(result.scores));
+  if ("tokenIds" in result) return vector(result.tokenIds);
+  if (Array.isArray(result)) {
+    const data = result.flatMap((mask: Json[]) => mask.map(({ score }) => score as number));
+    return { data, shape: [result.length, data.length / result.length] };
+  }
+  throw new Error(`no numbers are known of ${JSON.stringify(result)}`);
+}
+
+/** Return the fields of a result, as the Python runtime's tasks do. expected: says which kind of array it is. */
+function fieldsOf(result: Json, expected: Json): Json {
+  if ("shape" in result) {
+    const name = Object.keys(expected).find((key) => ["vector", "vectors", "forecast"].includes(key))!;
+    return { ...expected, [name]: nested(result as Values) };
+  }
+  if (Array.isArray(result)) return { masks: result };
+  if ("tokenIds" in result) {
+    const segments = result.segments.length ? { segments: result.segments } : {};
+    return { text: result.text, token_ids: result.tokenIds, score: result.score, ...segments };
+  }
+  return { label: result.label, score: result.score, scores: result.scores };
+}
+
+/** Return nested lists of the numbers of an array. */
+function nested({ data, shape }: Values, axis = 0, start = 0): Json {
+  if (axis === shape.length) return data[start];
+  const size = shape.slice(axis + 1).reduce((product, one) => product * one, 1);
+  return Array.from({ length: shape[axis] }, (_, i) => nested({ data, shape }, axis + 1, start + i * size));
+}
