@@ -53,6 +53,7 @@ from served.processes import (
     ServerError,
     find_llama_server,
     free_port,
+    gguf_file,
     llama_server,
     pin,
     tformer_server,
@@ -124,7 +125,10 @@ class Clients:
             connection = connections.get(client)
             if connection is None or not connection.is_open:
                 connection = connections[client] = await Connection.open(HOST, self._server.port)
-            answer = await connection.post(*self._bodies[number])
+            # llama-server closes a connection after a stream, whether or not it is told to.
+            answer = await connection.post(*self._bodies[number], stays_open=self._server.name == "tformer-serve")
+            if self._server.name != "tformer-serve":
+                connection.close()
             if answer.status != 200:
                 raise ClientError(f"{self._name} answers {answer.status}: {bytes(answer.body[:300])!r}")
             answers.append((number, answer))
@@ -210,12 +214,11 @@ def measured(
             Contestant("tformer-serve", lambda clients: streams.closed(clients, seconds), streams.open),
             Contestant("tformer-serve, whole answers", lambda clients: wholes.closed(clients, seconds)),
         ]
-        if program is not None and workload.gguf is not None and workload.gguf.exists():
+        if program is not None and workload.source is not None:
             log = logs / "llama-server.log"
             try:
-                peer = stack.enter_context(
-                    llama_server(program, workload.gguf, MAX_BATCH_ROWS, ROOM, options.server_core, log)
-                )
+                gguf = gguf_file(workload.source, ROOT / "build" / "serving" / "model.gguf")
+                peer = stack.enter_context(llama_server(program, gguf, MAX_BATCH_ROWS, ROOM, options.server_core, log))
             except ServerError as error:
                 tell(str(error))
             else:

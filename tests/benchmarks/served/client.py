@@ -65,10 +65,11 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self.transport is not None and not self.transport.is_closing()
 
-    async def post(self, path: str, body: bytes, content_type: str = "application/json") -> Answer:
+    async def post(self, path: str, body: bytes, stays_open: bool = True) -> Answer:
         """Return the whole response. Raise ClientError if the connection ends before."""
         assert self.transport is not None
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head += "\r\n" if stays_open else "Connection: close\r\n\r\n"
         self._answer, self._left, self._read = Answer(began_at=time.perf_counter()), None, bytearray()
         self._done = asyncio.get_running_loop().create_future()
         self.transport.write(head.encode() + body)
@@ -144,5 +145,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, now: float) -> None:
         self._answer.ended_at = now
+        if b"connection: close" in self._answer.headers.lower():
+            self.close()
         if self._done is not None and not self._done.done():
             self._done.set_result(self._answer)

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from versus.client import environment
+from versus.client import ROOT, environment
+
+from served.load import MAX_CONNECTIONS
 
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
@@ -127,8 +129,24 @@ def llama_server(program: Path, path: Path, rows: int, length: int, core: int | 
     command = [str(program), "--model", str(path), "--host", HOST, "--port", str(port)]
     command += ["--threads", "1", "--threads-batch", "1", "--parallel", str(rows), "--ctx-size", str(rows * length)]
     command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-webui"]
-    command += ["--cache-ram", "0", "--no-warmup"]
+    command += ["--cache-ram", "0", "--threads-http", str(2 * MAX_CONNECTIONS)]
     return Server("llama-server", command, port, "/health", core, log)
+
+
+def gguf_file(source: Path, path: Path) -> Path:
+    """Return a file for llama.cpp's server, which is written once. source: a transformers folder."""
+    if not path.exists():
+        python = ROOT / ".venv-llama" / "bin" / "python"
+        if not python.exists():
+            raise ServerError(f"llama-server needs a GGUF file: make bench makes {python.parents[1].name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        command = [str(python), "-m", "versus.engines.gguf_weights", str(source), str(part)]
+        done = subprocess.run(command, env=environment(1), capture_output=True, text=True)
+        if done.returncode:
+            raise ServerError(f"no GGUF file: {done.stderr.strip().splitlines()[-1]}")
+        part.rename(path)
+    return path
 
 
 def find_llama_server(named: Path | None) -> Path | None:

@@ -43,14 +43,14 @@ class Workload:
     """A model with its requests.
 
     route: of the server of tformer.
-    gguf: the same weights for llama.cpp; None where it has no such model.
+    source: the transformers folder of the same weights, for llama.cpp; None where it has no such model.
     """
 
     name: str
     path: Path
     route: str
     requests: list[Request]
-    gguf: Path | None = None
+    source: Path | None = None
 
     def post(self, server: str, number: int, stream: bool) -> tuple[str, bytes]:
         """Return the path and the body of a request for a server."""
@@ -60,6 +60,7 @@ class Workload:
                 "prompt": request.input,
                 "n_predict": request.options["max_new_tokens"],
                 "temperature": 0,
+                "samplers": ["temperature"],
                 "ignore_eos": True,
                 "cache_prompt": False,
                 "return_tokens": True,
@@ -85,7 +86,7 @@ def workloads(models: Path, versus: Path, seed: int) -> list[Workload]:
             large / "tformer-fp32" / "model.onnx",
             "/v1/generate",
             random_requests(3, seed),
-            large / "llama.cpp-F32" / "model.gguf",
+            large / "source" / "hf",
         ),
     ]
     return [workload for workload in found if workload.path.exists()]
