@@ -129,7 +129,7 @@ def llama_server(program: Path, path: Path, rows: int, length: int, core: int | 
     command = [str(program), "--model", str(path), "--host", HOST, "--port", str(port)]
     command += ["--threads", "1", "--threads-batch", "1", "--parallel", str(rows), "--ctx-size", str(rows * length)]
     command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off", "--no-webui"]
-    command += ["--cache-ram", "0", "--threads-http", str(2 * MAX_CONNECTIONS)]
+    command += ["--kv-unified", "--cache-ram", "0", "--threads-http", str(2 * MAX_CONNECTIONS)]
     return Server("llama-server", command, port, "/health", core, log)
 
 
