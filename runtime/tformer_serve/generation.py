@@ -39,24 +39,41 @@ class Generation:
         self._opened, self._exchange, self._served, self._metrics = opened, exchange, served, metrics
         self.prompt_tokens = opened.prompt_tokens
         self.completion_tokens = 0
-        self._has_ended = False
+        self._submitted_at, self._has_ended = time.monotonic(), False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces of the results. Raise the error that ended the request."""
         async for piece in self._opened:
-            self.completion_tokens += len(piece.token_ids)
-            self._metrics.add_tokens(self._exchange, self._served.name, len(piece.token_ids))
+            self._count([piece])
             yield piece
-        result = await self._opened.result()
+        self._end(await self._opened.result())
+
+    async def result(self) -> Result:
+        """Return the whole result, also after its pieces. Raise the error that ended the request.
+
+        The event loop does not wake for each piece.
+        """
+        result = None
+        try:
+            result = await self._opened.result()
+        finally:
+            first_at = None
+            if result is not None and result.timing is not None:
+                first_at = self._submitted_at + result.timing.first_token
+            self._count(self._opened.ready(), first_at)
+        self._end(result)
+        return result
+
+    def _count(self, pieces: Sequence[Piece], first_at: float | None = None) -> None:
+        """Count the tokens of pieces. first_at: when the first token came; None for now."""
+        tokens = sum(len(piece.token_ids) for piece in pieces)
+        self.completion_tokens += tokens
+        self._metrics.add_tokens(self._exchange, self._served.name, tokens, first_at)
+
+    def _end(self, result: Result) -> None:
         if not self._has_ended and result.timing is not None and len(result.token_ids) > 1:
             self._metrics.add_rate(self._served.name, result.timing.per_token)
         self._has_ended = True
-
-    async def result(self) -> Result:
-        """Return the whole result, also after its pieces. Raise the error that ended the request."""
-        async for _ in self.pieces():
-            pass
-        return await self._opened.result()
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +88,7 @@ async def open_generation(
     settings = await on_body(exchange, _checked_settings, served, options)
     if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
         await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
-    async with served.aio.open(input, options, exchange.seconds_left()) as opened:
+    async with served.aio.open(input, settings, exchange.seconds_left()) as opened:
         state.metrics.add_prompt(exchange, served.name, opened.prompt_tokens)
         yield Generation(opened, exchange, served, state.metrics)
 
