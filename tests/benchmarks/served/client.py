@@ -18,6 +18,16 @@ class ClientError(Exception):
     """A connection that broke, or a response that is no HTTP."""
 
 
+class StaleError(ClientError):
+    """A connection that ended before any byte of the response."""
+
+
+def head_of(path: str, body: bytes, stays_open: bool = True) -> bytes:
+    """Return the head of a request."""
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return (head + ("\r\n" if stays_open else "Connection: close\r\n\r\n")).encode()
+
+
 @dataclass
 class Answer:
     """A response. Times are by `time.perf_counter`.
@@ -68,11 +78,9 @@ class Connection(asyncio.Protocol):
     async def post(self, path: str, body: bytes, stays_open: bool = True) -> Answer:
         """Return the whole response. Raise ClientError if the connection ends before."""
         assert self.transport is not None
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        head += "\r\n" if stays_open else "Connection: close\r\n\r\n"
         self._answer, self._left, self._read = Answer(began_at=time.perf_counter()), None, bytearray()
         self._done = asyncio.get_running_loop().create_future()
-        self.transport.write(head.encode() + body)
+        self.transport.write(head_of(path, body, stays_open) + body)
         return await self._done
 
     def close(self) -> None:
@@ -82,7 +90,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(ClientError(f"the connection ended after {len(self._answer.body)} bytes: {error}"))
+            kind = ClientError if self._read or self._answer.status else StaleError
+            self._done.set_exception(kind(f"the connection ended after {len(self._answer.body)} bytes: {error}"))
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
