@@ -111,8 +111,9 @@ class Connection(asyncio.Protocol):
         if self._in_chunks and not self._left:
             return self._read_chunk_size(now)
         part = bytes(self._read[: self._left])
+        had = len(self._answer.body)
         self._answer.body += part
-        self._answer.event_times += [now] * part.count(_EVENT_END)
+        self._answer.event_times += [now] * self._answer.body.count(_EVENT_END, max(had - 1, 0))
         self._left -= len(part)
         del self._read[: len(part)]
         if self._in_chunks:
