@@ -101,7 +101,8 @@ def _outside_texts(content: bytes) -> npt.NDArray[np.uint8]:
         content = content.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     codes = np.frombuffer(content, np.uint8)
     quotes = np.cumsum(codes == ord('"'), dtype=np.uint8)  # modulo 256, which keeps them odd or even
-    return codes[quotes & 1 == 0]
+    outside: npt.NDArray[np.uint8] = codes[quotes & 1 == 0]
+    return outside
 
 
 def _reason(error: Exception) -> str:

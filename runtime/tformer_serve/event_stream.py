@@ -127,8 +127,8 @@ async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[i
     """
     if len(streams) == 1:  # needs no task and no queue
         async with contextlib.aclosing(streams[0]) as only:
-            async for value in only:
-                yield 0, value
+            async for piece in only:
+                yield 0, piece
         return
     values: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
 
