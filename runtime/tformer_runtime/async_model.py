@@ -199,15 +199,17 @@ class AsyncModel:
         deadline: float | None = None,
         prefix: CachedPrefix | None = None,
         images: Sequence[Any] | None = None,
+        in_pieces: bool = True,
         **overrides: Any,
     ) -> AsyncIterator[OpenRequest]:
         """Submit a request and yield it, for callers that need more than its text. Leaving the block ends it.
 
         options: also the result of `Model.settings`, which is not checked again.
+        in_pieces: whether the request has pieces. Without them it takes less time.
         Other arguments and errors as of `generate`.
         """
         settings = self.model.settings(options, overrides)
-        async with self._run_generation(input, settings, deadline, prefix, images, in_pieces=True) as job:
+        async with self._run_generation(input, settings, deadline, prefix, images, in_pieces) as job:
             yield OpenRequest(self.model, job)
 
     async def predict(
@@ -547,6 +549,8 @@ def _deadline_at(deadline: float | None) -> float | None:
 class OpenRequest:
     """A request that was submitted. It is an iterator of the pieces of its results, as soon as each is final.
 
+    A request without pieces has no values, and ends with its results.
+
     prompt_tokens: the ids of the sources and of the prompt, with a cached prefix, and without a forced prefix, which is
         part of the results.
     """
@@ -570,17 +574,6 @@ class OpenRequest:
         if self._job.task.error is not None:
             raise self._job.task.error
         raise StopAsyncIteration
-
-    def ready(self) -> list[Piece]:
-        """Return the pieces that have come, without waiting for more."""
-        pieces = []
-        while not self._job.pieces.empty():
-            piece = self._job.pieces.get_nowait()
-            if piece is None:
-                self._job.pieces.put_nowait(None)  # for another call
-                break
-            pieces.append(piece)
-        return pieces
 
     async def result(self) -> Result:
         """Return the whole result, with or without its pieces. Raise the error that ended the request."""

@@ -190,18 +190,14 @@ def test_open_request_of_a_file_without_a_tokenizer_has_ids(tmp_path):
     assert joined(pieces, 0).text == ""
 
 
-def test_pieces_that_have_come_are_there_without_waiting(model):
+def test_open_request_without_pieces_has_its_result(model):
     async def run():
-        async with AsyncModel(model) as aio, aio.open("hello", max_new_tokens=9) as request:
-            first = await anext(request)
-            result = await request.result()
-            pieces = [first, *request.ready()]
-            assert request.ready() == []
-            assert [piece async for piece in request] == []
-            return pieces, result
+        async with AsyncModel(model) as aio, aio.open("hello", max_new_tokens=9, in_pieces=False) as request:
+            return await request.result(), [piece async for piece in request]
 
-    pieces, result = asyncio.run(run())
-    assert joined(pieces, 0).token_ids == result.token_ids == model.generate("hello", max_new_tokens=9).token_ids
+    result, pieces = asyncio.run(run())
+    assert pieces == []
+    assert_alike(result, model.generate("hello", max_new_tokens=9))
 
 
 def test_settings_of_the_model_are_options_of_an_open_request(model):
