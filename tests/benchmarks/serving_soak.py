@@ -53,6 +53,11 @@ WARM_SHARE = 0.1  # of the time, in which memory may grow; three minutes at most
 SAMPLE_SECONDS = 5.0
 WAYS = {"whole": 0.5, "stream": 0.3, "left": 0.1, "slow": 0.02, "malformed": 0.08}
 
+RETURNING = {  # glibc returns large buffers to the system, and has one heap for all threads: see soak.returning()
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 17),
+}
 MALFORMED: dict[str, tuple[bytes, tuple[int, ...]]] = {  # name → body, statuses that refuse it
     "no JSON": (b'{"model": "model", ', (400,)),
     "no object": (b"[1, 2, 3]", (400,)),
@@ -322,7 +327,7 @@ def main(model: Path, minutes: float, seed: int, core: int | None, json_path: Pa
     click.echo(f"{len(requests)} requests of {len({r.kind for r in requests})} kinds have been computed alone")
     with tempfile.TemporaryDirectory() as folder:
         options = ("--max-queue", str(QUEUE), "--max-batch-size", str(ROWS))
-        server = tformer_server(model, core, Path(folder) / "server.log", options)
+        server = tformer_server(model, core, Path(folder) / "server.log", options, RETURNING)
         with server:
             clients = Clients(server, requests, seed)
             tally, wrong = asyncio.run(_run(clients, minutes)), []

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,6 +21,7 @@ from served.load import MAX_CONNECTIONS
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
+NO_VARIABLES: Mapping[str, str] = {}
 
 
 class ServerError(Exception):
@@ -42,8 +43,17 @@ def pin(core: int | None) -> None:
 class Server:
     """A server in a process, as a context manager."""
 
-    def __init__(self, name: str, command: Sequence[str], port: int, ready: str, core: int | None, log: Path) -> None:
-        """ready: a path that answers 200 as soon as the server is ready. core: of all its threads."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        ready: str,
+        core: int | None,
+        log: Path,
+        variables: Mapping[str, str] = NO_VARIABLES,
+    ) -> None:
+        """ready: a path that answers 200 as soon as the server is ready. core: of all its threads. variables: of it."""
         self.name, self.port, self._ready = name, port, ready
         self._log = log.open("wb")
         self._log_path = log
@@ -52,7 +62,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env=environment(1),
+            env={**environment(1), **variables},
             preexec_fn=lambda: pin(core),
         )
         self._info = psutil.Process(self._process.pid)
@@ -115,12 +125,18 @@ class Server:
         return self._process.returncode
 
 
-def tformer_server(path: Path, core: int | None, log: Path, options: Sequence[str] = ()) -> Server:
+def tformer_server(
+    path: Path,
+    core: int | None,
+    log: Path,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] = NO_VARIABLES,
+) -> Server:
     """Return `tformer-serve` of a file, which clients call "model"."""
     port = free_port()
     command = [sys.executable, "-m", "tformer_serve.cli", f"model={path}", "--port", str(port)]
     command += ["--device", "cpu", "--threads", "1", *options]
-    return Server("tformer-serve", command, port, "/health/ready", core, log)
+    return Server("tformer-serve", command, port, "/health/ready", core, log, variables)
 
 
 def llama_server(program: Path, path: Path, rows: int, length: int, core: int | None, log: Path) -> Server:
