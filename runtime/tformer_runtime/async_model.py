@@ -69,8 +69,8 @@ from tformer_runtime.tasks.given_tokens import GivenTokens
 from tformer_runtime.tasks.single_pass import SinglePassCall, SinglePassRequest, check_numbers, single_pass_queue
 
 MAX_PENDING_REQUESTS = 1024
-MAX_LOOP_CHARS = 2_000  # a longer text is read in another thread than the event loop's, and so is any other input
-MAX_LOOP_IDS = 2_000  # and so are more ids
+MAX_LOOP_CHARS = 2_000  # a longer text is read in another thread than the event loop's
+MAX_LOOP_IDS = 2_000  # so are more ids, and any other input
 MAX_LOOP_VALUES = 10_000  # results of more numbers are made in another thread
 
 ReadingT = TypeVar("ReadingT")
