@@ -36,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +196,11 @@ class Engine:
         return figures
 
 
-def measured(
-    workload: Workload, options: Options, program: Path | None, tell: Callable[[str], None], logs: Path
-) -> Found:
-    """Return the figures of a workload."""
-    found, seconds = Found(), options.seconds
+def measure(
+    workload: Workload, found: Found, options: Options, program: Path | None, tell: Callable[[str], None], logs: Path
+) -> None:
+    """Add the figures of a workload to `found`."""
+    seconds = options.seconds
     order = list(range(len(workload.requests)))
     random.Random(options.seed).shuffle(order)
     with ExitStack() as stack:
@@ -243,7 +243,6 @@ def measured(
                         figures = timed(lambda c=contestant, t=times: c.open(t))
                         found.add(f"{share:.0%} of the capacity", contestant.name, figures)
                         tell(line(workload, f"{share:.0%} of the capacity", contestant.name, figures))
-    return found
 
 
 def timed(run: Callable[[], Figures]) -> Figures:
@@ -376,30 +375,31 @@ def main(
     if program is None:
         click.echo("llama-server is not found: name it by --llama-server")
     pin(options.client_core)
-    console, results = Console(width=160), {}
+    console = Console(width=160)
+    results: dict[str, Found] = {}
     with tempfile.TemporaryDirectory() as folder:
         cost = client_cost(options.server_core, min(seconds, 4.0), Path(folder))
         text = f"the client takes {cost['request']:.0f} µs for a request and {cost['event']:.0f} µs for an event; "
         click.echo(text + f"a server that computes nothing sent it {cost['events_per_second']:.0f} events/s")
         for workload in chosen:
-            found = measured(workload, options, program, click.echo, Path(folder))
+            found = results[workload.name] = Found()
+
+            def tell(text: str) -> None:
+                """Print a line, and write what has been measured so far."""
+                click.echo(text)
+                workloads_ = {name: {**asdict(one), "overheads": overheads(one)} for name, one in results.items()}
+                record = {"machine": about, "load_after": machine_load(), "client": cost, "workloads": workloads_}
+                json_path.parent.mkdir(parents=True, exist_ok=True)
+                json_path.write_text(json.dumps(record, indent=1))
+
+            measure(workload, found, options, program, tell, Path(folder))
             console.print(table(workload, found))
             for name, shares in overheads(found).items():
                 at = f"{workload.name}, {CAPACITY_CLIENTS} clients, {name}"
-                click.echo(
-                    f"{at}: overhead {shares['throughput']:.1%} of throughput, {shares['processor']:.1%} of processor"
-                )
+                share = f"{shares['throughput']:.1%} of throughput, {shares['processor']:.1%} of processor"
+                click.echo(f"{at}: overhead {share}")
             for name, count in found.answers.items():
-                click.echo(f"{name}: {found.wrong.get(name, 0)} of {count} answers differ from those of Model alone")
-            results[workload.name] = {
-                "figures": found.figures,
-                "overheads": overheads(found),
-                "answers": found.answers,
-                "wrong": found.wrong,
-            }
-            record = {"machine": about, "load_after": machine_load(), "client": cost, "workloads": results}
-            json_path.parent.mkdir(parents=True, exist_ok=True)
-            json_path.write_text(json.dumps(record, indent=1))
+                tell(f"{name}: {found.wrong.get(name, 0)} of {count} answers differ from those of Model alone")
 
 
 if __name__ == "__main__":
