@@ -130,7 +130,7 @@ test-avx2: $(READY)
 	$(BIN)/python tests/benchmarks/stand_in/avx2.py $(TESTS)
 
 test-ray: $(READY)
-	$(PIP) install --constraint constraints.txt --editable '.[dev,ray]' kubernetes-validate
+	$(PIP) install --constraint constraints.txt --editable '.[dev,ray]'
 	$(BIN)/python -m pytest tests/distributed
 
 thorough: $(READY)

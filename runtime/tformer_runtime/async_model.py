@@ -69,7 +69,8 @@ from tformer_runtime.tasks.given_tokens import GivenTokens
 from tformer_runtime.tasks.single_pass import SinglePassCall, SinglePassRequest, check_numbers, single_pass_queue
 
 MAX_PENDING_REQUESTS = 1024
-MAX_LOOP_CHARS = 2_000  # a longer text is read in another thread than the event loop's, and so is any other input
+MAX_LOOP_CHARS = 2_000  # a longer text is read in another thread than the event loop's
+MAX_LOOP_IDS = 2_000  # so are more ids, and any other input
 MAX_LOOP_VALUES = 10_000  # results of more numbers are made in another thread
 
 ReadingT = TypeVar("ReadingT")
@@ -194,19 +195,21 @@ class AsyncModel:
     async def open(
         self,
         input: Input,
-        options: GenerationOptions | None = None,
+        options: GenerationOptions | Settings | None = None,
         deadline: float | None = None,
         prefix: CachedPrefix | None = None,
         images: Sequence[Any] | None = None,
+        in_pieces: bool = True,
         **overrides: Any,
     ) -> AsyncIterator[OpenRequest]:
         """Submit a request and yield it, for callers that need more than its text. Leaving the block ends it.
 
-        Arguments and errors as of `generate`. Every input is read in a thread, so that none delays the event loop.
+        options: also the result of `Model.settings`, which is not checked again.
+        in_pieces: whether the request has pieces. Without them it takes less time.
+        Other arguments and errors as of `generate`.
         """
         settings = self.model.settings(options, overrides)
-        generation = self._run_generation(input, settings, deadline, prefix, images, in_pieces=True, in_thread=True)
-        async with generation as job:
+        async with self._run_generation(input, settings, deadline, prefix, images, in_pieces) as job:
             yield OpenRequest(self.model, job)
 
     async def predict(
@@ -433,12 +436,10 @@ class AsyncModel:
         prefix: CachedPrefix | None,
         images: Sequence[Any] | None,
         in_pieces: bool = False,
-        in_thread: bool = False,
     ) -> AsyncIterator[_Generation]:
         """Submit a request. On exit, cancel it if it still runs.
 
         in_pieces: whether the job has its results in pieces.
-        in_thread: whether to read any input in a thread.
         """
         model = self.model
 
@@ -448,7 +449,7 @@ class AsyncModel:
         async with self._place(deadline) as ends_at:
             if settings.constraint is not None:  # compiling a grammar may take long; the result is cached
                 await self._in_thread(partial(model.generator.guide, settings), ends_at)
-            if in_thread or images is not None:
+            if images is not None:
                 request = await self._in_thread(read, ends_at)
             else:
                 request = await self._read(read, input, ends_at)
@@ -502,10 +503,9 @@ class AsyncModel:
         return self.model.budget.new_share(blocking=False)
 
     async def _read(self, read: Callable[[], ReadingT], input: Any, ends_at: float | None) -> ReadingT:
-        """Read an input: a short text at once, and any other in a thread, because it may take long."""
+        """Read an input: a short text or few ids at once, and any other in a thread, because it may take long."""
         manifest = self.model.manifest
-        reads_text = bool(manifest.tokenizer_of) and not manifest.preprocessing
-        if reads_text and isinstance(input, str) and len(input) <= MAX_LOOP_CHARS:
+        if not manifest.preprocessing and _is_short(input, bool(manifest.tokenizer_of)):
             return read()
         return await self._in_thread(read, ends_at)
 
@@ -514,6 +514,15 @@ class AsyncModel:
         """Call a function in a thread. After the deadline its result is lost."""
         async with _until(ends_at):
             return await asyncio.to_thread(function)
+
+
+def _is_short(input: Any, reads_text: bool) -> bool:
+    """Return whether an input is a short text or few ids, which take less time to read than another thread to wake."""
+    if isinstance(input, str):
+        return reads_text and len(input) <= MAX_LOOP_CHARS
+    if isinstance(input, np.ndarray):
+        return input.ndim == 1 and input.dtype.kind == "i" and len(input) <= MAX_LOOP_IDS
+    return isinstance(input, list) and len(input) <= MAX_LOOP_IDS and all(type(id_) is int for id_ in input)
 
 
 @contextlib.asynccontextmanager
@@ -539,6 +548,8 @@ def _deadline_at(deadline: float | None) -> float | None:
 
 class OpenRequest:
     """A request that was submitted. It is an iterator of the pieces of its results, as soon as each is final.
+
+    A request without pieces has no values, and ends with its results.
 
     prompt_tokens: the ids of the sources and of the prompt, with a cached prefix, and without a forced prefix, which is
         part of the results.
@@ -583,6 +594,7 @@ class _Job:
     new_queue: Callable[[], Scheduler | BatchQueue[Any]]
 
     def __init__(self) -> None:
+        self.calls: _LoopCalls | None = None  # of the worker that has the job
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
 
@@ -597,8 +609,10 @@ class _Job:
             self.finished.set_result(None)
 
     def _call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
-            self._loop.call_soon_threadsafe(function, *arguments)
+        if self.calls is None:  # before the job is submitted, the event loop itself makes it
+            function(*arguments)
+        else:
+            self.calls.add(self._loop, function, arguments)
 
 
 _JobT = TypeVar("_JobT", bound=_Job)
@@ -658,6 +672,34 @@ class _Generation(_Job):
         self._call_in_loop(self.pieces.put_nowait, None)
 
 
+class _LoopCalls:
+    """Calls for event loops, by the thread that computes.
+
+    Waking a loop takes a system call, in which the thread loses the interpreter to the loop and has to wait for it. So
+    the calls of a step wake a loop once.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., object], tuple[object, ...]]]] = {}
+
+    def add(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[..., object], arguments: tuple[object, ...]
+    ) -> None:
+        self._calls.setdefault(loop, []).append((function, arguments))
+
+    def wake_loops(self) -> None:
+        """Have the loops make the calls, in their order."""
+        calls, self._calls = self._calls, {}
+        for loop, of_loop in calls.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
+                loop.call_soon_threadsafe(_call_all, of_loop)
+
+
+def _call_all(calls: Sequence[tuple[Callable[..., object], tuple[object, ...]]]) -> None:
+    for function, arguments in calls:
+        function(*arguments)
+
+
 class _Worker:
     """The thread that computes. It steps the queue of each kind of jobs in turn.
 
@@ -670,6 +712,7 @@ class _Worker:
         self._jobs: dict[SequenceTask | QueuedCall[Any], _Job] = {}
         self._new_jobs: list[_Job] = []
         self._cancelled_jobs: list[_Job] = []
+        self._calls = _LoopCalls()
         self._closing = False
         self._error: BaseException | None = None  # that ended the thread
         self._memory = memory
@@ -699,6 +742,7 @@ class _Worker:
                 raise _thread_error(self._error)
             if self._closing:
                 raise UnsupportedCallError("the model is closed: make another AsyncModel")
+            job.calls = self._calls
             self._new_jobs.append(job)
             self._condition.notify_all()
 
@@ -736,6 +780,7 @@ class _Worker:
                 if not job.task.finished:
                     job.task.error = end
                 job.finish()
+            self._calls.wake_loops()
             atexit.unregister(self.close)
 
     def _step(self) -> bool:
@@ -748,6 +793,8 @@ class _Worker:
         for queue in list(self._queues.values()):
             for task in queue.step_or_fail(self._process_requests) if not queue.idle else ():
                 self._finish(task)
+            self._calls.wake_loops()  # before the next queue computes
+        self._calls.wake_loops()
         return not closing or bool(self._jobs)
 
     def _has_new_work(self) -> bool:

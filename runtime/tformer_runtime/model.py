@@ -20,7 +20,7 @@ from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.chat import CachedPrefix, Chat
 from tformer_runtime.decoding.drafting import check_draft
 from tformer_runtime.decoding.generator import Generator, generate_all
-from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.options import GenerationOptions, Settings, file_defaults
 from tformer_runtime.decoding.ordered import generate_in_order
 from tformer_runtime.decoding.request import PromptPrefix, Request, Result, make_request
 from tformer_runtime.decoding.streaming import generate_stream
@@ -679,14 +679,23 @@ class Model:
         session = self.engine.session
         return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
 
-    def settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
+    @cached_property
+    def _file_options(self) -> GenerationOptions:
+        return GenerationOptions(**file_defaults(self.manifest.generation_defaults))
+
+    def settings(self, options: GenerationOptions | Settings | None, overrides: Mapping[str, Any]) -> Settings:
         """Return the settings of a request: the options, then the defaults of the file, then the global defaults.
 
+        Settings of this model are returned as they are.
         Raise OptionError or UnsupportedCallError for options that this model does not support.
         """
         self._must_generate("generate")
+        if isinstance(options, Settings):
+            if overrides:
+                raise OptionError("options that are settings already have no overrides: give GenerationOptions")
+            return options
         options = (options or GenerationOptions()).replace(overrides)
-        settings = Settings.of(options, self.manifest.generation_defaults)
+        settings = Settings.of(options, self._file_options)
         if settings.stop_strings and not self.inputs.output_codec:
             raise OptionError("stop_strings needs text and the file has no tokenizer", option="stop_strings")
         if options.shortlist and self.engine.decode.shortlist is None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -15,7 +17,10 @@ from starlette.responses import Response
 from tformer_serve.errors import ApiError
 from tformer_serve.exchange import exchange_of, on_body
 
+# A call that parses or checks a body stops all threads until it ends, some 20 ms for as much as this.
 MAX_NESTED = 200_000  # lists and objects; a million of them stop the process for a second, while they are collected
+MAX_NAMED = 100_000  # values of objects
+MAX_VALUES = 1_500_000  # a body of as many bytes as the server reads has that many ids of five digits
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -64,9 +69,7 @@ def _is_json(content_type: str) -> bool:
 
 def _parsed(content: bytes, body_type: type[BaseModel]) -> BaseModel:
     """Return a body. Raise ApiError for one that is no JSON, RequestValidationError for one of another form."""
-    if content.count(b"[") + content.count(b"{") > MAX_NESTED:
-        message = f"the body has more than {MAX_NESTED:,} lists and objects: send less at once"
-        raise ApiError(400, message, "too_large")
+    _check_counts(content)
     try:
         value = msgspec.json.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -75,6 +78,31 @@ def _parsed(content: bytes, body_type: type[BaseModel]) -> BaseModel:
         return body_type.model_validate(value)
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False)) from None
+
+
+def _check_counts(content: bytes) -> None:
+    """Raise ApiError for a body with too many values."""
+    limits = {b"[{": (MAX_NESTED, "lists and objects"), b":": (MAX_NAMED, "named values"), b",": (MAX_VALUES, "values")}
+    if all(sum(content.count(sign) for sign in _each(signs)) <= most for signs, (most, _) in limits.items()):
+        return
+    outside = _outside_texts(content)
+    for signs, (most, name) in limits.items():
+        if sum(int(np.count_nonzero(outside == sign)) for sign in signs) > most:
+            raise ApiError(400, f"the body has more than {most:,} {name}: send less at once", "too_large")
+
+
+def _each(signs: bytes) -> list[bytes]:
+    return [signs[i : i + 1] for i in range(len(signs))]
+
+
+def _outside_texts(content: bytes) -> npt.NDArray[np.uint8]:
+    """Return the bytes of JSON that are outside of texts. numpy lets other threads run meanwhile."""
+    if b"\\" in content:
+        content = content.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+    codes = np.frombuffer(content, np.uint8)
+    quotes = np.cumsum(codes == ord('"'), dtype=np.uint8)  # modulo 256, which keeps them odd or even
+    outside: npt.NDArray[np.uint8] = codes[quotes & 1 == 0]
+    return outside
 
 
 def _reason(error: Exception) -> str:

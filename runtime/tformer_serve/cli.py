@@ -5,6 +5,7 @@ Messages and logs go to standard error. Exit status: 0 stopped by a signal, 1 th
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,9 @@ def main(
                 max_memory=memory,
                 max_run_seconds=values["max_run_seconds"],
             )
-            Server(make_app(models, options), tls_cert, tls_key).run([bound])
+            server = Server(make_app(models, options), tls_cert, tls_key)
+            gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
+            server.run([bound])
 
 
 def _sentence(error: TformerError) -> str:

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -100,11 +101,16 @@ async def _send(send: Send, body: bytes) -> None:
 
 
 def _data(event: Event) -> bytes:
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
+    try:
+        return b"data: %b\n\n" % msgspec.json.encode(event)
+    except UnicodeEncodeError:  # half of a character, which json replaces
+        return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")
 
 
 async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of all. The first error cancels the others and is raised."""
+    if len(works) == 1:
+        return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -114,14 +120,19 @@ async def all_of(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T]]:
+async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """Yield the values of several streams as they come, each with the number of its stream.
 
     The first error of a stream ends all and is raised.
     """
+    if len(streams) == 1:  # needs no task and no queue
+        async with contextlib.aclosing(streams[0]) as only:
+            async for piece in only:
+                yield 0, piece
+        return
     values: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
 
-    async def read(number: int, stream: AsyncIterator[T]) -> None:
+    async def read(number: int, stream: AsyncGenerator[T]) -> None:
         try:
             async for value in stream:
                 values.put_nowait((number, value))

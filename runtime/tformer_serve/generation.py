@@ -39,39 +39,55 @@ class Generation:
         self._opened, self._exchange, self._served, self._metrics = opened, exchange, served, metrics
         self.prompt_tokens = opened.prompt_tokens
         self.completion_tokens = 0
-        self._has_ended = False
+        self._submitted_at, self._has_ended = time.monotonic(), False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces of the results. Raise the error that ended the request."""
         async for piece in self._opened:
-            self.completion_tokens += len(piece.token_ids)
-            self._metrics.add_tokens(self._exchange, self._served.name, len(piece.token_ids))
+            self._count(len(piece.token_ids))
             yield piece
+        self._end(await self._opened.result())
+
+    async def result(self) -> Result:
+        """Return the whole result, also after its pieces. Raise the error that ended the request."""
         result = await self._opened.result()
+        if not self._has_ended:
+            tokens = sum(len(one.token_ids) for one in (result, *result.alternatives)) - self.completion_tokens
+            first_at = None if result.timing is None else self._submitted_at + result.timing.first_token
+            self._count(tokens, first_at)
+        self._end(result)
+        return result
+
+    def _count(self, tokens: int, first_at: float | None = None) -> None:
+        """Count tokens. first_at: when the first token of the request came; None for now."""
+        self.completion_tokens += tokens
+        self._metrics.add_tokens(self._exchange, self._served.name, tokens, first_at)
+
+    def _end(self, result: Result) -> None:
         if not self._has_ended and result.timing is not None and len(result.token_ids) > 1:
             self._metrics.add_rate(self._served.name, result.timing.per_token)
         self._has_ended = True
 
-    async def result(self) -> Result:
-        """Return the whole result, also after its pieces. Raise the error that ended the request."""
-        async for _ in self.pieces():
-            pass
-        return await self._opened.result()
-
 
 @contextlib.asynccontextmanager
 async def open_generation(
-    state: ServerState, exchange: Exchange, served: ServedModel, input: Input, options: GenerationOptions
+    state: ServerState,
+    exchange: Exchange,
+    served: ServedModel,
+    input: Input,
+    options: GenerationOptions,
+    in_pieces: bool,
 ) -> AsyncIterator[Generation]:
     """Submit a request and yield it. Leaving the block frees its rows at once.
 
+    in_pieces: whether it has pieces, besides its result.
     Raise the errors of `AsyncModel.open`.
     """
     exchange.model = served.name
     settings = await on_body(exchange, _checked_settings, served, options)
     if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
         await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
-    async with served.aio.open(input, options, exchange.seconds_left()) as opened:
+    async with served.aio.open(input, settings, exchange.seconds_left(), in_pieces=in_pieces) as opened:
         state.metrics.add_prompt(exchange, served.name, opened.prompt_tokens)
         yield Generation(opened, exchange, served, state.metrics)
 
@@ -104,7 +120,7 @@ async def results_of(
     """Return the result of each input. usage: to add the tokens to."""
 
     async def result_of(input: Input) -> Result:
-        async with open_generation(state, exchange, served, input, options) as generation:
+        async with open_generation(state, exchange, served, input, options, in_pieces=False) as generation:
             result = await generation.result()
             usage.add(generation)
             return result
@@ -124,7 +140,7 @@ async def pieces_of(
     """Yield the pieces of the results of inputs as they come, each with the number of its input. usage: to add to."""
 
     async def pieces(input: Input) -> AsyncGenerator[Piece]:
-        async with open_generation(state, exchange, served, input, options) as generation:
+        async with open_generation(state, exchange, served, input, options, in_pieces=True) as generation:
             async for piece in generation.pieces():
                 yield piece
             usage.add(generation)

@@ -76,10 +76,10 @@ class Metrics:
         exchange.prompt_tokens += tokens
         self._prompt_tokens.labels(model).inc(tokens)
 
-    def add_tokens(self, exchange: Exchange, model: str, tokens: int) -> None:
-        """Count generated tokens."""
+    def add_tokens(self, exchange: Exchange, model: str, tokens: int, first_at: float | None = None) -> None:
+        """Count generated tokens. first_at: when the first token of the request came; None for now."""
         if tokens and exchange.first_token_at is None:
-            exchange.first_token_at = time.monotonic()
+            exchange.first_token_at = time.monotonic() if first_at is None else first_at
             self._first_token.labels(model).observe(exchange.first_token_at - exchange.started_at)
         exchange.completion_tokens += tokens
         self._generated_tokens.labels(model).inc(tokens)

@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http="h11",
+            http="h11",  # limits the size of headers, which httptools does not
             ws="none",
             lifespan="on",
             log_config=None,

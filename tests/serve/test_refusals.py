@@ -7,7 +7,8 @@ import json
 import pytest
 from openai import BadRequestError
 
-from tformer_serve import app
+from tformer_serve import app, body_route
+from tformer_serve.schemas.completions import CompletionRequest
 
 COMPLETION = {"model": "letters", "prompt": "hello"}
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "a"}]}
@@ -157,10 +158,29 @@ def test_first_errors_of_a_body_end_its_checks(server, monkeypatch, path, body):
     assert max(counts) < 10
 
 
-def test_body_with_too_many_lists_is_refused(server):
-    answer = server.post("/v1/completions", {**COMPLETION, "prompt": [[]] * 200_001})
+@pytest.mark.parametrize(
+    ("prompt", "what"),
+    [
+        ([[]] * 200_001, "200,000 lists and objects"),
+        ({str(number): 1 for number in range(100_001)}, "100,000 named values"),
+        ([1] * 1_500_002, "1,500,000 values"),
+        ([*([1] * 1_500_001), '"\\",'], "1,500,000 values"),
+    ],
+    ids=["lists", "names", "values", "values and a text"],
+)
+def test_body_with_too_many_values_is_refused(server, prompt, what):
+    answer = server.post("/v1/completions", {**COMPLETION, "prompt": prompt})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the body has more than 200,000 lists and objects: send less at once"
+    assert answer.json()["error"]["message"] == f"the body has more than {what}: send less at once"
+
+
+@pytest.mark.parametrize("part", ["[{", ":", ",", '[{:,"', "[{:,\\", '[{:,\\"', '\\\\"[{:,'])
+def test_signs_in_a_text_are_no_values(part):
+    """The body has enough of each sign to be refused, if its text did not have them."""
+    text = part * 1_500_001
+    body = json.dumps({**COMPLETION, "prompt": text}).encode()
+    parsed = body_route._parsed(body, CompletionRequest)
+    assert parsed.prompt == text
 
 
 def nested(depth):

@@ -523,13 +523,14 @@ class Settings:
         return math.floor(self.num_beams * self.patience + 0.5)
 
     @classmethod
-    def of(cls, options: GenerationOptions, defaults: Mapping[str, Any]) -> Settings:
+    def of(cls, options: GenerationOptions, defaults: Mapping[str, Any] | GenerationOptions) -> Settings:
         """Return the caller's options; without one, the default of the file; without that, the default of the table.
 
+        defaults: of the file, or the options that `file_defaults` has made of them.
         Raise OptionError if options contradict each other, or if the file has a default that does not exist.
         """
         caller = options.to_dict()
-        file = file_defaults(defaults)
+        file = defaults.to_dict() if isinstance(defaults, GenerationOptions) else file_defaults(defaults)
         if caller.get("temperature") != 0 and any(name in caller for name in _SAMPLING):
             file = _without(file, ("num_beams", "num_return_sequences", "patience", *_GROUPS))
         elif caller.get("num_beams", 1) > 1:

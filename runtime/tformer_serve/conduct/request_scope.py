@@ -47,24 +47,22 @@ class RequestScope:
         exchange = Exchange(_request_id(headers), scope["method"], scope["path"])
         exchange.put_into(scope)
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exchange.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = exchange.id
-            try:
-                async with asyncio.timeout(_SEND_SECONDS):
-                    await send(message)
-            except TimeoutError:
-                raise ClientGoneError from None
+        with _Reader(send) as reader:
 
-        if exchange.path in _QUIET:
-            await self._answer(exchange, headers, scope, receive, send_with_id)
-            return
-        with request_span(exchange, headers) as span:
-            try:
+            async def send_with_id(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    exchange.status = message["status"]
+                    MutableHeaders(scope=message)["X-Request-Id"] = exchange.id
+                await reader.send(message)
+
+            if exchange.path in _QUIET:
                 await self._answer(exchange, headers, scope, receive, send_with_id)
-            finally:
-                describe(span, exchange, _route(scope))
+                return
+            with request_span(exchange, headers) as span:
+                try:
+                    await self._answer(exchange, headers, scope, receive, send_with_id)
+                finally:
+                    describe(span, exchange, _route(scope))
 
     async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -104,6 +102,45 @@ class RequestScope:
             exchange.status = answer.status
             raise error
         await send_error(send, answer)
+
+
+class _Reader:
+    """A client that has to read what is sent to it. One timer for a request costs less than one for each event."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._loop = send, asyncio.get_running_loop()
+        self._task: asyncio.Task[Any] | None = None  # that sends now
+        self._began_at, self._was_too_slow = 0.0, False
+
+    def __enter__(self) -> _Reader:
+        self._timer = self._loop.call_later(_SEND_SECONDS, self._check)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def send(self, message: Message) -> None:
+        """Send a message. Raise ClientGoneError if the client does not make room for it in time."""
+        self._task, self._began_at = asyncio.current_task(), self._loop.time()
+        assert self._task is not None
+        earlier = self._task.cancelling()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self._was_too_slow and self._task.uncancel() <= earlier:
+                raise ClientGoneError from None
+            raise
+        finally:
+            self._task = None
+
+    def _check(self) -> None:
+        """Stop a sending that has taken too long, and come back when one could have."""
+        waited = 0.0 if self._task is None else self._loop.time() - self._began_at
+        if self._task is not None and waited >= _SEND_SECONDS:
+            self._was_too_slow = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(_SEND_SECONDS - waited, self._check)
 
 
 def _request_id(headers: Headers) -> str:

@@ -50,7 +50,7 @@ async def _whole(
 ) -> Response:
     """Return the results."""
     answer, usage = new_answer("gen", "tformer.generation", served.name), Usage()
-    async with open_generation(state, exchange, served, input, options) as generation:
+    async with open_generation(state, exchange, served, input, options, in_pieces=False) as generation:
         first = await generation.result()
         usage.add(generation)
     results = (first, *first.alternatives)
@@ -84,7 +84,7 @@ async def _events(
     """Yield the pieces of the results, and at last their scores."""
     answer, usage = new_answer("gen", "tformer.generation.piece", served.name), Usage()
     with state.api_errors():
-        async with open_generation(state, exchange, served, input, options) as generation:
+        async with open_generation(state, exchange, served, input, options, in_pieces=True) as generation:
             for name in ("cross_attentions", "hidden_states"):
                 if getattr(options, name):
                     raise OptionError(f"{name} are in whole answers alone: leave out stream", option=name)

@@ -104,7 +104,7 @@ def checked_options(model: Model, options: Mapping[str, Any]) -> GenerationOptio
     """Return the options of a request. Raise the errors of `Model.settings`."""
     checked = GenerationOptions(**options)
     count = checked.num_return_sequences or 1
-    settings = model.settings(checked.replace({"num_return_sequences": 1}), {})
+    settings = model.settings(checked if count == 1 else checked.replace({"num_return_sequences": 1}), {})
     if count > settings.num_beams and not settings.sampling:
         raise OptionError(
             f"num_return_sequences={count} gives {count} equal answers without sampling: set a temperature above 0",

@@ -1,11 +1,14 @@
 """A Llama-shaped model of transformers as a GGUF file in float32, for llama.cpp.
 
 `metadata` and `tensors` are plain functions; `write` needs the packages gguf and safetensors.
+
+    python -m versus.engines.gguf_weights SOURCE_FOLDER FILE.gguf     with a text for each token, for llama.cpp's server
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,15 @@ OF_LAYER = {
 }
 
 
-def metadata(config: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """Return the keys of the file for a config.json. There is no tokenizer: requests are token ids."""
+def metadata(config: Mapping[str, Any], has_tokens: bool = False) -> dict[str, str | int | float]:
+    """Return the keys of the file for a config.json. There is no tokenizer: requests are token ids.
+
+    has_tokens: whether the file has a text for each token.
+    """
     heads = config["num_attention_heads"]
     rotary = config.get("rope_parameters") or {}
     return {
-        "tokenizer.ggml.model": "none",
+        "tokenizer.ggml.model": "llama" if has_tokens else "none",
         f"{ARCHITECTURE}.vocab_size": config["vocab_size"],
         f"{ARCHITECTURE}.context_length": config["max_position_embeddings"],
         f"{ARCHITECTURE}.embedding_length": config["hidden_size"],
@@ -73,8 +79,11 @@ def interleaved(weight: Any, heads: int) -> Any:
     return halves.swapaxes(1, 2).reshape(rows, columns)
 
 
-def write(source: Path, path: Path) -> None:
-    """Write the model of a transformers folder as a GGUF file."""
+def write(source: Path, path: Path, has_tokens: bool = False) -> None:
+    """Write the model of a transformers folder as a GGUF file.
+
+    has_tokens: whether each token gets a text, its number: llama.cpp's server writes no answer without texts.
+    """
     import gguf
     import numpy as np
     from safetensors.numpy import load_file
@@ -85,8 +94,13 @@ def write(source: Path, path: Path) -> None:
         weights |= load_file(file)
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
-    for key, value in metadata(config).items():
+    for key, value in metadata(config, has_tokens).items():
         add[type(value)](key, value)
+    if has_tokens:
+        size = config["vocab_size"]
+        writer.add_token_list([f"t{id_}" for id_ in range(size)])
+        writer.add_token_scores([0.0] * size)
+        writer.add_token_types([gguf.TokenType.NORMAL] * size)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     for name, array in tensors(config, weights):
         writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
@@ -94,3 +108,7 @@ def write(source: Path, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]), has_tokens=True)

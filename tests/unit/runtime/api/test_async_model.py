@@ -190,6 +190,53 @@ def test_open_request_of_a_file_without_a_tokenizer_has_ids(tmp_path):
     assert joined(pieces, 0).text == ""
 
 
+def test_open_request_without_pieces_has_its_result(model):
+    async def run():
+        async with AsyncModel(model) as aio, aio.open("hello", max_new_tokens=9, in_pieces=False) as request:
+            return await request.result(), [piece async for piece in request]
+
+    result, pieces = asyncio.run(run())
+    assert pieces == []
+    assert_alike(result, model.generate("hello", max_new_tokens=9))
+
+
+def test_settings_of_the_model_are_options_of_an_open_request(model):
+    settings = model.settings(None, {"max_new_tokens": 5, "num_beams": 2})
+
+    async def run():
+        async with AsyncModel(model) as aio:
+            async with aio.open("hello", settings) as request:
+                result = await request.result()
+            with pytest.raises(OptionError, match="settings already have no overrides"):
+                async with aio.open("hello", settings, max_new_tokens=3):
+                    pass
+            return result
+
+    assert_alike(asyncio.run(run()), model.generate("hello", max_new_tokens=5, num_beams=2))
+
+
+def test_step_wakes_the_event_loop_once_for_all_rows(toy, monkeypatch):
+    """Each wake is a system call, in which the computing thread loses the interpreter."""
+    rows = record_rows_per_step(toy, monkeypatch)
+
+    async def run():
+        async with AsyncModel(toy) as aio:
+            first, gate = await start_gated(aio, 1)
+            texts = [text_of(aio.stream(word, **LONG_OPTIONS)) for word in ("ab", "onnx", "zebra")]
+            others = await started(*texts)
+            wakes, wake = [], asyncio.get_running_loop().call_soon_threadsafe
+            monkeypatch.setattr(
+                asyncio.get_running_loop(), "call_soon_threadsafe", lambda *a: wakes.append(a) or wake(*a)
+            )
+            gate.open()
+            await asyncio.gather(first, *others)
+            return len(wakes)
+
+    steps = 1 + asyncio.run(run())
+    assert max(rows) == 4
+    assert steps <= len(rows) + 3  # the first tokens, and the end of the last step
+
+
 def test_leaving_an_open_request_ends_it(toy, monkeypatch):
     rows = record_rows_per_step(toy, monkeypatch)
 
