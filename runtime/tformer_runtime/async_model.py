@@ -562,6 +562,11 @@ class OpenRequest:
         ids = sum(len(array) for array in sources if array.ndim == 1 and array.dtype.kind == "i")
         self.prompt_tokens = len(job.task.prompt) - job.task.prefix_tokens + ids
 
+    @property
+    def first_token_at(self) -> float | None:
+        """The time of the first token, by `time.monotonic`; None before it."""
+        return self._job.task.first_token_at or None
+
     def __aiter__(self) -> OpenRequest:
         return self
 

@@ -39,7 +39,7 @@ class Generation:
         self._opened, self._exchange, self._served, self._metrics = opened, exchange, served, metrics
         self.prompt_tokens = opened.prompt_tokens
         self.completion_tokens = 0
-        self._submitted_at, self._has_ended = time.monotonic(), False
+        self._has_ended = False
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces of the results. Raise the error that ended the request."""
@@ -53,8 +53,7 @@ class Generation:
         result = await self._opened.result()
         if not self._has_ended:
             tokens = sum(len(one.token_ids) for one in (result, *result.alternatives)) - self.completion_tokens
-            first_at = None if result.timing is None else self._submitted_at + result.timing.first_token
-            self._count(tokens, first_at)
+            self._count(tokens, self._opened.first_token_at)
         self._end(result)
         return result
 
