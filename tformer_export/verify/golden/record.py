@@ -32,7 +32,10 @@ from tformer_runtime.tasks import BaseTask, generates, task_of
 
 FORMAT, VERSION = "tformer-golden", 1
 FLOAT_TOLERANCE = 1e-3  # that of the parity gate
-ROUNDED_TOLERANCE = 1e-2  # of values that are rounded to integers or to half precision: one step of 8 bits is 0.4 %
+HALF_TOLERANCE = 1e-2  # of values that are rounded to half precision
+# One activation that is rounded to the other integer of 8 bits changes all later roundings. Then two runtimes differ by
+# as much as the file differs from its model in float32.
+INTEGER_TOLERANCE = 5e-2
 MAX_NEW_TOKENS = 12
 GREEDY = {"num_beams": 1, "num_return_sequences": 1}
 BEAMS = {"num_beams": 4, "num_return_sequences": 4}
@@ -67,17 +70,19 @@ def make_golden(path: Path, seed: int = 0) -> Json:
                 "quantization": manifest.quantization,
             },
             "seed": seed,
-            "tolerance": ROUNDED_TOLERANCE if _rounds(manifest) else FLOAT_TOLERANCE,
+            "tolerance": _tolerance(manifest),
         }
         golden |= _Recorder(model, golden["tolerance"], seed).record()
     return golden
 
 
-def _rounds(manifest: Manifest) -> bool:
-    """Return whether values are rounded while a file computes. The products of a file for the web read floats."""
+def _tolerance(manifest: Manifest) -> float:
+    """Return the tolerance of a file, which follows from its roundings. Products of a file for the web have none."""
     caches = manifest.decode.caches if manifest.decode is not None else ()
     products = manifest.quantization != "none" and manifest.target != "web"
-    return products or manifest.precision != "fp32" or any(cache.dtype in ("int8", "uint8") for cache in caches)
+    if products or any(cache.dtype in ("int8", "uint8") for cache in caches):
+        return INTEGER_TOLERANCE
+    return FLOAT_TOLERANCE if manifest.precision == "fp32" else HALF_TOLERANCE
 
 
 def _sha256(path: Path) -> str:

@@ -93,6 +93,7 @@ let loading: Promise<OrtModule> | undefined;
 
 /** Return the backend. The first call loads the module, and its options hold for all later ones. */
 export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & { readonly heapBytes: number }> {
+  checkThreads(options.threads);
   loading ??= loadModule(options);
   try {
     return new WasmBackend(await loading);
@@ -101,6 +102,16 @@ export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & 
     if (error instanceof DeviceError) throw error;
     throw new DeviceError(`device wasm is not available: ${String(error instanceof Error ? error.message : error)}`);
   }
+}
+
+/** Throw DeviceError for threads in a page that may have none: onnxruntime would wait for them for ever. */
+function checkThreads(threads: number | undefined): void {
+  const isolated = (globalThis as { crossOriginIsolated?: boolean }).crossOriginIsolated; // undefined in Node
+  if (threads === undefined || threads === 1 || isolated !== false) return;
+  throw new DeviceError(
+    `threads: ${threads} needs a page that is isolated from other sites: have the server send the headers ` +
+      "Cross-Origin-Opener-Policy: same-origin and Cross-Origin-Embedder-Policy: require-corp, or leave threads out",
+  );
 }
 
 async function loadModule(options: WasmOptions): Promise<OrtModule> {

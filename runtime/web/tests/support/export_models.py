@@ -16,7 +16,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 CODE = ("tformer_export", "runtime/tformer_runtime", "models/tformer_models", "tests/support")
-sys.path += [str(REPOSITORY / folder) for folder in ("", "runtime", "models", "tests")]
+sys.path[:0] = [str(REPOSITORY / folder) for folder in ("", "runtime", "models", "tests")]
 
 GOLDEN = "--golden"
 EXTRAS = ("--cross-attentions", "--hidden-states", "decoder_norm", "--hidden-states", "encoder_norm")
