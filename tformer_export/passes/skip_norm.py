@@ -38,7 +38,7 @@ def _join(graph: ir.Graph, norm: ir.Node) -> bool:
     weights = norm.inputs[1:]
     if not is_last or (stash is not None and stash.as_int() != 1) or len(norm.outputs) > 1:
         return False
-    if not all(is_float_weight(weight, 1) for weight in weights) or not _have_one_shape(residual_sum):
+    if not _have_one_shape(residual_sum) or not all(_is_vector_of(weight, total) for weight in weights):
         return False
     branch, skip, bias, bias_sum = _split_bias(residual_sum)
     epsilon = norm.attributes.get("epsilon")
@@ -70,10 +70,21 @@ def _have_one_shape(residual_sum: ir.Node) -> bool:
     """Return whether both summands are results of this rank and of the same shape: the operators repeat no rows."""
     shapes = []
     for value in residual_sum.inputs:
-        if value is None or value.const_value is not None or value.dtype != ir.DataType.FLOAT or value.shape is None:
+        if value is None or value.const_value is not None or value.dtype != ir.DataType.FLOAT:
             return False
-        shapes.append([size if isinstance(size, int) else size.value for size in value.shape])
+        shapes.append(_sizes(value))
     return shapes[0] == shapes[1] and len(shapes[0]) == RANK and None not in shapes[0]
+
+
+def _sizes(value: ir.Value) -> list[int | str | None]:
+    """Return the sizes of a value as numbers and names; an empty list for an unknown shape."""
+    return [size if isinstance(size, int) else size.value for size in value.shape or ()]
+
+
+def _is_vector_of(weight: ir.Value | None, value: ir.Value) -> bool:
+    """Return whether a weight has a number for each feature of a value: the operators repeat no single number."""
+    tensor = weight.const_value if weight is not None and is_float_weight(weight, 1) else None
+    return tensor is not None and list(tensor.shape) == _sizes(value)[-1:]
 
 
 def _split_bias(
@@ -85,6 +96,6 @@ def _split_bias(
         biased = branch.producer() if branch is not None else None
         if branch is not None and biased is not None and biased.op_type == "Add" and only_user(branch) is not None:
             for value, bias in (biased.inputs, biased.inputs[::-1]):
-                if value is not None and value.const_value is None and is_float_weight(bias, 1):
+                if value is not None and _sizes(value) == _sizes(branch) and _is_vector_of(bias, branch):
                     return value, skip, bias, biased
     return one, other, None, None

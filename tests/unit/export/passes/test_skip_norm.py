@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 from support.small_graphs import model_of
 
 from tformer_export.passes import skip_norm
@@ -69,6 +69,28 @@ def test_norm_is_joined_with_sum_and_bias(norm, bias, reads_sum, swap):
 def test_sum_that_repeats_rows_is_not_joined(norm):
     joined, _ = join(residual_model(norm, skip_shape=["b", 1, WIDTH]), (2, 1, WIDTH))
     assert joined == 0
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_bias_of_values_with_one_feature_is_not_joined(norm):
+    """The sum of one number a position and a bias has the shape of the residual; the number alone has not."""
+    proto = residual_model(norm)
+    (weight,) = [tensor for tensor in proto.graph.initializer if tensor.name == "w"]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:, :1], "w"))
+    del proto.graph.value_info[:]
+    joined, kinds = join(onnx.shape_inference.infer_shapes(proto))
+    assert joined == 1
+    assert kinds == ["MatMul", "Add", skip_norm.OPERATORS[norm], "Neg"]
+
+
+@pytest.mark.parametrize(("name", "joins"), [("bias", 1), ("gain", 0)])
+def test_weight_of_one_number_is_not_joined(name, joins):
+    proto = residual_model("RMSNormalization")
+    (weight,) = [tensor for tensor in proto.graph.initializer if tensor.name == name]
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight)[:1], name))
+    joined, kinds = join(proto)
+    assert joined == joins
+    assert kinds.count("Add") == 2 - joins
 
 
 def test_bias_that_is_also_a_weight_of_the_norm_before_stays():
