@@ -23,9 +23,10 @@ import {
   takesPrompt,
   type Manifest,
 } from "./format/manifest.js";
-import { checkDigest } from "./format/digest.js";
 import { loadParts, type ModelParts } from "./modelParts.js";
-import { readSource, type ModelAddress, type Progress } from "./loading/source.js";
+import type { Progress } from "./loading/download.js";
+import { readSource, type ModelAddress } from "./loading/source.js";
+import { storeOf, type ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
 import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
@@ -50,9 +51,27 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
   readonly signal?: AbortSignal;
   /** Called while the file is downloaded. */
   readonly onProgress?: (progress: Progress) => void;
+  /**
+   * Where a downloaded file is kept for the next time: "cache-api" (the default in pages), "opfs" (the origin private file
+   * system), false (nowhere; the default in Node), or a store of your own. A file that has changed is loaded anew.
+   */
+  readonly cache?: "cache-api" | "opfs" | false | ModelStore;
+  /** Refuse a model of more bytes before it is downloaded. WebAssembly's memory has 4 GB. */
+  readonly maxBytes?: number;
 }
 
-const LOAD_OPTIONS = ["device", "threads", "verify", "signal", "onProgress", "wasmUrl", "wasmBinary"];
+const LOAD_OPTIONS = [
+  "device",
+  "threads",
+  "verify",
+  "signal",
+  "onProgress",
+  "cache",
+  "maxBytes",
+  "wasmUrl",
+  "wasmBinary",
+];
+const WASM_BYTES = 2 ** 32;
 
 /** Options of a call for many inputs. batchSize: inputs that are computed together; 32 by default. */
 export type BatchOptions = CallOptions & { readonly batchSize?: number };
@@ -105,10 +124,13 @@ export class Model {
     checkNames(Object.keys(options), LOAD_OPTIONS);
     const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
     checkBoolean("verify", verify);
+    if (options.maxBytes !== undefined) checkInt("maxBytes", options.maxBytes, 1, Number.MAX_SAFE_INTEGER);
+    const store = await storeOf(options.cache);
     if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
     const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });
-    const source = await readSource(address, { signal, onProgress });
-    if (verify) await checkDigest(source.bytes, source.name, signal);
+    const { mapsWeights } = backend;
+    const maxBytes = Math.min(options.maxBytes ?? Infinity, mapsWeights === "bytes" ? WASM_BYTES : Infinity);
+    const source = await readSource(address, { signal, onProgress, store, maxBytes, verify, mapsWeights });
     const engine = await Engine.open(source, backend);
     try {
       return new Model(engine, await loadParts(engine));
