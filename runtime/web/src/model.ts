@@ -3,7 +3,7 @@
 import type { NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
-import { backendOf } from "./backend/devices.js";
+import { backendOf, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
 import { Chat, type CallOptions } from "./chat.js";
@@ -58,6 +58,11 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
   readonly cache?: "cache-api" | "opfs" | false | ModelStore;
   /** Refuse a model of more bytes before it is downloaded. WebAssembly's memory has 4 GB. */
   readonly maxBytes?: number;
+  /**
+   * Run the model in a worker, so that the page stays free while it computes: the default in pages. The worker is the file
+   * worker.js beside this one. Functions as options, such as logitsProcessor, cannot be sent to it.
+   */
+  readonly worker?: boolean;
 }
 
 const LOAD_OPTIONS = [
@@ -68,6 +73,7 @@ const LOAD_OPTIONS = [
   "onProgress",
   "cache",
   "maxBytes",
+  "worker",
   "wasmUrl",
   "wasmBinary",
 ];
@@ -125,6 +131,12 @@ export class Model {
     const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
     checkBoolean("verify", verify);
     if (options.maxBytes !== undefined) checkInt("maxBytes", options.maxBytes, 1, Number.MAX_SAFE_INTEGER);
+    const isPage = !isNode() && typeof document !== "undefined" && typeof Worker === "function";
+    if (checkBoolean("worker", options.worker ?? isPage)) {
+      if (!isPage)
+        throw new OptionError("worker must be false outside a page: a worker of a page runs the model", "worker");
+      return (await import("./remoteModel.js")).loadInWorker(address, options);
+    }
     const store = await storeOf(options.cache);
     if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
     const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });
@@ -243,10 +255,10 @@ export class Model {
   }
 
   /** Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template. */
-  prompt(
+  async prompt(
     messages: string | readonly Message[],
     options: { readonly system?: string; readonly tools?: Tools } = {},
-  ): Int32Array {
+  ): Promise<Int32Array> {
     checkNames(Object.keys(options), ["system", "tools"]);
     this.mustBeDecoderOnly("chat");
     return this.inputs.conversationIds(this.chatTemplate(), conversation(messages, options.system), options.tools);
