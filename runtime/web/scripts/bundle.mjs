@@ -21,7 +21,7 @@ const besideTheBundle = {
 await rm(FOLDER, { recursive: true, force: true });
 
 const { metafile } = await build({
-  entryPoints: { tformer: "src/index.ts" },
+  entryPoints: { tformer: "src/index.ts", worker: "src/worker.ts" },
   bundle: true,
   splitting: true,
   minify: true,

@@ -3,7 +3,7 @@
 import type { NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
-import { backendOf } from "./backend/devices.js";
+import { backendOf, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
 import { Chat, type CallOptions } from "./chat.js";
@@ -23,9 +23,10 @@ import {
   takesPrompt,
   type Manifest,
 } from "./format/manifest.js";
-import { checkDigest } from "./format/digest.js";
 import { loadParts, type ModelParts } from "./modelParts.js";
-import { readSource, type ModelAddress, type Progress } from "./loading/source.js";
+import type { Progress } from "./loading/download.js";
+import { readSource, type ModelAddress } from "./loading/source.js";
+import { storeOf, type ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
 import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
@@ -50,9 +51,33 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
   readonly signal?: AbortSignal;
   /** Called while the file is downloaded. */
   readonly onProgress?: (progress: Progress) => void;
+  /**
+   * Where a downloaded file is kept for the next time: "cache-api" (the default in pages), "opfs" (the origin private file
+   * system), false (nowhere; the default in Node), or a store of your own. A file that has changed is loaded anew.
+   */
+  readonly cache?: "cache-api" | "opfs" | false | ModelStore;
+  /** Refuse a model of more bytes before it is downloaded. WebAssembly's memory has 4 GB. */
+  readonly maxBytes?: number;
+  /**
+   * Run the model in a worker, so that the page stays free while it computes: the default in pages. The worker is the file
+   * worker.js beside this one. Functions as options, such as logitsProcessor, cannot be sent to it.
+   */
+  readonly worker?: boolean;
 }
 
-const LOAD_OPTIONS = ["device", "threads", "verify", "signal", "onProgress", "wasmUrl", "wasmBinary"];
+const LOAD_OPTIONS = [
+  "device",
+  "threads",
+  "verify",
+  "signal",
+  "onProgress",
+  "cache",
+  "maxBytes",
+  "worker",
+  "wasmUrl",
+  "wasmBinary",
+];
+const WASM_BYTES = 2 ** 32;
 
 /** Options of a call for many inputs. batchSize: inputs that are computed together; 32 by default. */
 export type BatchOptions = CallOptions & { readonly batchSize?: number };
@@ -105,10 +130,19 @@ export class Model {
     checkNames(Object.keys(options), LOAD_OPTIONS);
     const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
     checkBoolean("verify", verify);
+    if (options.maxBytes !== undefined) checkInt("maxBytes", options.maxBytes, 1, Number.MAX_SAFE_INTEGER);
+    const isPage = !isNode() && typeof document !== "undefined" && typeof Worker === "function";
+    if (checkBoolean("worker", options.worker ?? isPage)) {
+      if (!isPage)
+        throw new OptionError("worker must be false outside a page: a worker of a page runs the model", "worker");
+      return (await import("./remoteModel.js")).loadInWorker(address, options);
+    }
+    const store = await storeOf(options.cache);
     if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
     const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });
-    const source = await readSource(address, { signal, onProgress });
-    if (verify) await checkDigest(source.bytes, source.name, signal);
+    const { mapsWeights } = backend;
+    const maxBytes = Math.min(options.maxBytes ?? Infinity, mapsWeights === "bytes" ? WASM_BYTES : Infinity);
+    const source = await readSource(address, { signal, onProgress, store, maxBytes, verify, mapsWeights });
     const engine = await Engine.open(source, backend);
     try {
       return new Model(engine, await loadParts(engine));
@@ -221,10 +255,10 @@ export class Model {
   }
 
   /** Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template. */
-  prompt(
+  async prompt(
     messages: string | readonly Message[],
     options: { readonly system?: string; readonly tools?: Tools } = {},
-  ): Int32Array {
+  ): Promise<Int32Array> {
     checkNames(Object.keys(options), ["system", "tools"]);
     this.mustBeDecoderOnly("chat");
     return this.inputs.conversationIds(this.chatTemplate(), conversation(messages, options.system), options.tools);

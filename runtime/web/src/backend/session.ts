@@ -54,6 +54,8 @@ export interface Weights {
   readonly location: string | undefined;
   readonly folder?: string;
   readonly bytes?: Uint8Array;
+  /** Name of a second file with weights → its bytes. On the disk it is in the same folder. */
+  readonly dataFiles?: ReadonlyMap<string, Uint8Array>;
 }
 
 export interface Backend {

@@ -237,6 +237,7 @@ class WasmBackend implements Backend {
       const key = heap.name("optimization.disable_specified_optimizers");
       if (module._OrtAddSessionConfigEntry(options, key, heap.name(disabled))) throw new Error(heap.lastError());
       if (weights.location !== undefined && weights.bytes) module.mountExternalData(weights.location, weights.bytes);
+      for (const [file, bytes] of weights.dataFiles ?? []) module.mountExternalData(file, bytes);
       const session = (await module._OrtCreateSession(place, model.length, options)) >>> 0;
       if (!session) throw new Error(heap.lastError());
       return new WasmSession(heap, session, name);

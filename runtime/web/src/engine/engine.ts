@@ -42,6 +42,8 @@ export interface ModelSource {
   readonly name: string;
   readonly bytes: Uint8Array;
   readonly path?: { readonly folder: string; readonly file: string };
+  /** Name of a second file with weights → its bytes, for a device that maps weights from bytes. */
+  readonly dataFiles?: ReadonlyMap<string, Uint8Array>;
 }
 
 export interface StartOptions {
@@ -74,13 +76,13 @@ export class Engine {
 
   /** Open a model file. Throw ModelFileError for a file that is none, is damaged, or has another version. */
   static async open(source: ModelSource, backend: Backend): Promise<Engine> {
-    const { name, bytes, path } = source;
+    const { name, bytes, path, dataFiles } = source;
     const [manifest, model, weights] = readingFile(name, () => {
       const manifest = manifestOf(readMetadata(bytes));
       const maps = backend.mapsWeights === "bytes" || path !== undefined;
       const location = maps ? (path?.file ?? "model.onnx") : undefined;
       const model = location === undefined ? bytes : withMappedWeights(bytes, location);
-      const weights: Weights = { location, folder: path?.folder, bytes };
+      const weights: Weights = { location, folder: path?.folder, bytes, dataFiles };
       return [manifest, model, weights] as const;
     });
     const graphs = readingFile(name, () => stageModels(manifest, model));

@@ -39,12 +39,49 @@ export function digestOf(file: Uint8Array): string | undefined {
 export async function checkDigest(file: Uint8Array, name: string, signal?: AbortSignal): Promise<string | undefined> {
   const expected = digestOf(file);
   if (expected === undefined) return undefined;
+  await compare(file.subarray(0, file.length - ENTRY_BYTES), expected, name, signal);
+  return expected;
+}
+
+/** The second file of a model, which holds its weights. */
+export interface WeightsFile {
+  readonly name: string;
+  readonly digest: string;
+}
+
+/** Return the second file that the metadata name; undefined if there is none. Throw ModelFileError for a wrong name. */
+export function weightsFileOf(metadata: ReadonlyMap<string, string>): WeightsFile | undefined {
+  const entry = metadata.get(WEIGHTS_DIGEST_KEY);
+  if (entry === undefined) return undefined;
+  const [digest, ...words] = entry.split(" ");
+  const name = words.join(" ");
+  if (!name || name.startsWith(".") || /[/\\]/.test(name)) {
+    throw new ModelFileError(`the file is damaged: ${JSON.stringify(name)} is no name of a file with weights`);
+  }
+  return { name, digest };
+}
+
+/** Compare the second file of a model with its digest. name: of the file, for errors. Throw ModelFileError. */
+export async function checkWeights(
+  bytes: Uint8Array,
+  file: WeightsFile,
+  name: string,
+  signal?: AbortSignal,
+): Promise<void> {
+  await compare(bytes, file.digest, name, signal);
+}
+
+async function compare(
+  bytes: Uint8Array,
+  expected: string,
+  name: string,
+  signal: AbortSignal | undefined,
+): Promise<void> {
   const hash = blake3.create();
-  const size = file.length - ENTRY_BYTES;
-  for (let begin = 0; begin < size; begin += CHUNK_BYTES) {
+  for (let begin = 0; begin < bytes.length; begin += CHUNK_BYTES) {
     checkAborted(signal);
-    hash.update(file.subarray(begin, Math.min(size, begin + CHUNK_BYTES)));
-    if (begin + CHUNK_BYTES < size) await new Promise((resolve) => setTimeout(resolve));
+    hash.update(bytes.subarray(begin, begin + CHUNK_BYTES));
+    if (begin + CHUNK_BYTES < bytes.length) await new Promise((resolve) => setTimeout(resolve));
   }
   const digest = Array.from(hash.digest(), (byte) => byte.toString(16).padStart(2, "0")).join("");
   if (digest !== expected) {
@@ -53,5 +90,4 @@ export async function checkDigest(file: Uint8Array, name: string, signal?: Abort
         "model again; verify: false opens it as it is",
     );
   }
-  return digest;
 }

@@ -7,7 +7,6 @@
  */
 
 import { ModelFileError } from "../base/errors.js";
-import { WEIGHTS_DIGEST_KEY } from "./digest.js";
 import { manifestFromJson, MANIFEST_KEY, type Manifest } from "./manifest.js";
 import { checkManifest } from "./manifestChecks.js";
 import {
@@ -70,11 +69,6 @@ export function manifestOf(metadata: ReadonlyMap<string, string>): Manifest {
   }
   const manifest = manifestFromJson(text);
   checkManifest(manifest);
-  if (metadata.has(WEIGHTS_DIGEST_KEY)) {
-    throw new ModelFileError(
-      "its weights are in a second file, which only the Python runtime reads: export a smaller or quantised model",
-    );
-  }
   return manifest;
 }
 

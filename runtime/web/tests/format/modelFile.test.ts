@@ -2,7 +2,7 @@ import { describe, expect, test } from "vitest";
 import { backendOf } from "../../src/backend/devices.js";
 import { ModelFileError, TformerError } from "../../src/base/errors.js";
 import { Engine } from "../../src/engine/engine.js";
-import { checkDigest } from "../../src/format/digest.js";
+import { checkDigest, weightsFileOf } from "../../src/format/digest.js";
 import { manifestFromJson, MANIFEST_KEY } from "../../src/format/manifest.js";
 import { checkManifest } from "../../src/format/manifestChecks.js";
 import { manifestOf, readMetadata, withMappedWeights } from "../../src/format/modelFile.js";
@@ -162,8 +162,12 @@ describe.each(["node", "wasm"])("damaged files on %s", (device) => {
   });
 });
 
-test("files with weights elsewhere are refused", () => {
-  const metadata = new Map([...readMetadata(g2p), ["tformer.weights_digest", "0 model.onnx.data"]]);
-  expect(() => manifestOf(metadata)).toThrow("its weights are in a second file");
+test("the second file of weights has a name without folders", () => {
+  const named = (name: string) => weightsFileOf(new Map([["tformer.weights_digest", `0a${name}`]]));
+  expect(named(" my model.onnx.data")).toEqual({ digest: "0a", name: "my model.onnx.data" });
+  for (const name of ["", " ", " a/b", " ..", " a\\b"]) {
+    expect(() => named(name), name).toThrow("is no name of a file with weights");
+  }
+  expect(weightsFileOf(readMetadata(g2p))).toBeUndefined();
   expect(() => manifestOf(new Map())).toThrow("the file has no tformer manifest: export the model with tformer-export");
 });

@@ -3,7 +3,8 @@ import type { AddressInfo } from "node:net";
 import { pathToFileURL } from "node:url";
 import { afterAll, beforeAll, expect, test } from "vitest";
 import { AbortedError, InputError, ModelFileError } from "../../src/base/errors.js";
-import { readSource, type Progress } from "../../src/loading/source.js";
+import type { Progress } from "../../src/loading/download.js";
+import { readSource } from "../../src/loading/source.js";
 import { modelBytes, modelPath } from "../support/models.js";
 
 const bytes = modelBytes("elnino");

@@ -1,0 +1,340 @@
+/** A model in a worker, with the calls of `Model`: the page stays free while it computes. */
+
+import type { NumberArray } from "./base/arrays.js";
+import { DeviceError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { closedError } from "./backend/session.js";
+import type { CallOptions, Chat, Turn } from "./chat.js";
+import type { Result } from "./decoding/request.js";
+import type { Manifest } from "./format/manifest.js";
+import type { ModelAddress } from "./loading/source.js";
+import type { ModelStore } from "./loading/store.js";
+import type { BatchOptions, LoadOptions, Model, PredictOptions } from "./model.js";
+import type { Sound } from "./preprocess/audio.js";
+import type { Message, Tools } from "./preprocess/conversation.js";
+import type { Input, Value } from "./preprocess/inputs.js";
+import type { History } from "./preprocess/series.js";
+import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Classification } from "./tasks/classification.js";
+import type { Filled } from "./tasks/fillMask.js";
+import type { ForecastOptions } from "./tasks/forecasting.js";
+import { Connection, type Port } from "./worker/connection.js";
+import type { LoadCall, SentTurn, SharedIterator } from "./worker/host.js";
+
+type Public<T> = Pick<T, keyof T>;
+type Memory = ReturnType<Model["memory"]>;
+type AnyOptions = { readonly signal?: AbortSignal } & object;
+type Inputs<T> = Iterable<T> | AsyncIterable<T>;
+
+interface Loaded {
+  readonly manifest: Manifest;
+  readonly device: string;
+  readonly info: ReturnType<Model["info"]>;
+}
+
+/** A thread. end: stops it at once. */
+export interface Thread {
+  readonly port: Port;
+  end(): void;
+}
+
+/** Load a model in a worker, which is a file beside this one. Errors as of `Model.load`. */
+export async function loadInWorker(address: ModelAddress, options: LoadOptions): Promise<Model> {
+  let worker: Worker;
+  try {
+    worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "tformer" });
+  } catch (error) {
+    throw noWorker(error);
+  }
+  let onFailure = (_: unknown) => {};
+  worker.onerror = (event) => {
+    event.preventDefault();
+    onFailure(noWorker(event.message || "its script cannot be loaded"));
+  };
+  const model = new RemoteModel({ port: worker as unknown as Port, end: () => worker.terminate() });
+  onFailure = (error) => model.fail(error);
+  return model.load(address, options);
+}
+
+function noWorker(reason: unknown): DeviceError {
+  const text = reason instanceof Error ? reason.message : String(reason);
+  return new DeviceError(
+    `the worker of the model failed (${text}): serve worker.js beside the library, or load the model with worker: false`,
+    undefined,
+    reason,
+  );
+}
+
+/** The methods of `Model`. Use `Model.load` with worker: true. */
+export class RemoteModel implements Public<Model> {
+  private readonly connection: Connection;
+  private loaded: Loaded | undefined;
+  private used: Memory = { usedBytes: 0, peakBytes: 0, heapBytes: undefined };
+  private closed = false;
+  private onProgress: LoadOptions["onProgress"];
+  private store: ModelStore | undefined;
+
+  constructor(private readonly thread: Thread) {
+    this.connection = new Connection(
+      thread.port,
+      {
+        progress: ([progress]) => this.onProgress?.(progress as never),
+        store: ([method, ...args]) =>
+          (this.store as unknown as Record<string, (...args: unknown[]) => unknown>)[method as string](...args),
+      },
+      { onNews: (news) => news && (this.used = news as Memory) },
+    );
+  }
+
+  /** Load the model. An error ends the thread. */
+  async load(address: ModelAddress, options: LoadOptions): Promise<Model> {
+    const { signal, onProgress, cache, ...rest } = options;
+    this.onProgress = onProgress;
+    const hasStore = typeof cache === "object" && cache !== null;
+    if (hasStore) this.store = cache;
+    const sent: Record<string, unknown> = { ...rest };
+    if (cache !== undefined && !hasStore) sent["cache"] = cache;
+    if (rest.wasmUrl !== undefined) sent["wasmUrl"] = absolute(rest.wasmUrl);
+    const isText = typeof address === "string" || address instanceof URL;
+    const call: LoadCall = {
+      address: isText ? absolute(address) : address,
+      options: sent,
+      hasProgress: onProgress !== undefined,
+      hasStore,
+    };
+    try {
+      this.loaded = (await this.connection.call("load", [call], signal)) as Loaded;
+    } catch (error) {
+      this.end(error);
+      throw error;
+    }
+    return this as unknown as Model;
+  }
+
+  /** End all calls with an error. */
+  fail(error: unknown): void {
+    this.closed = true;
+    this.end(error);
+  }
+
+  get manifest(): Manifest {
+    return this.loaded!.manifest;
+  }
+
+  get device(): string {
+    return this.loaded!.device;
+  }
+
+  get disposed(): boolean {
+    return this.closed;
+  }
+
+  /** End the worker, with all that it computes. */
+  async dispose(): Promise<void> {
+    this.closed = true;
+    this.end(closedError());
+  }
+
+  /** Return the memory at the end of the latest call. */
+  memory(): Memory {
+    return this.used;
+  }
+
+  info(): ReturnType<Model["info"]> {
+    return this.loaded!.info;
+  }
+
+  async generate(input: Input, options: CallOptions = {}): Promise<Result> {
+    return (await this.call("generate", [sendable(input)], options)) as Result;
+  }
+
+  stream(input: Input, options: CallOptions = {}): AsyncGenerator<string, Result> {
+    return this.iterate("stream", [sendable(input)], options) as AsyncGenerator<string, Result>;
+  }
+
+  generateBatch(inputs: Inputs<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
+    return this.iterate("generateBatch", [inputs], options) as AsyncGenerator<Result>;
+  }
+
+  async score(source: Input, target?: Value, options: { readonly adapter?: string } = {}): Promise<Float32Array> {
+    return (await this.plainCall("score", [sendable(source), target, options])) as Float32Array;
+  }
+
+  async prompt(
+    messages: string | readonly Message[],
+    options: { readonly system?: string; readonly tools?: Tools } = {},
+  ): Promise<Int32Array> {
+    return (await this.plainCall("prompt", [messages, options])) as Int32Array;
+  }
+
+  chat(options: { readonly system?: string } = {}): Chat {
+    const number = this.plainCall("chat", [options]) as Promise<number>;
+    number.catch(() => {}); // the first message throws it
+    return new RemoteChat(this, number) as unknown as Chat;
+  }
+
+  async predict(input: Input, options: PredictOptions = {}): Promise<unknown> {
+    return this.call("predict", [sendable(input)], options);
+  }
+
+  predictBatch(inputs: Inputs<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
+    return this.iterate("predictBatch", [inputs], options);
+  }
+
+  async classify(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Classification[]> {
+    return (await this.call("classify", [listOf(inputs)], options)) as Classification[];
+  }
+
+  async embed(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Float32Array[]> {
+    return (await this.call("embed", [listOf(inputs)], options)) as Float32Array[];
+  }
+
+  async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
+    return (await this.call("fill", [listOf(inputs)], options)) as Filled[];
+  }
+
+  async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
+    return (await this.call("transcribe", [sendable(sound)], options)) as Transcription;
+  }
+
+  async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
+    return (await this.call("forecast", [history], options)) as NumberArray;
+  }
+
+  forecastBatch(histories: Inputs<History>, options: ForecastOptions = {}): AsyncGenerator<NumberArray> {
+    return this.iterate("forecastBatch", [histories], options) as AsyncGenerator<NumberArray>;
+  }
+
+  /** Call a method of the model, or of a conversation, whose last argument is options with a signal. */
+  async call(method: string, args: readonly unknown[], options: AnyOptions, target = 0): Promise<unknown> {
+    const { signal, ...rest } = options;
+    checkSendable(rest);
+    return this.connection.call("call", [target, method, args, rest], signal);
+  }
+
+  async plainCall(method: string, args: readonly unknown[], target = 0): Promise<unknown> {
+    return this.connection.call("call", [target, method, args]);
+  }
+
+  /** Yield the values of an iterator of the model, or of a conversation. It begins with the first value. */
+  async *iterate(
+    method: string,
+    args: readonly unknown[],
+    options: AnyOptions,
+    target: number | Promise<number> = 0,
+  ): AsyncGenerator<unknown, unknown> {
+    const { signal, ...rest } = options;
+    checkSendable(rest);
+    const sent = args.map((one) => this.shared(one));
+    const call = [await target, method, sent, rest];
+    const number = (await this.connection.call("iterate", call, signal)) as number;
+    return yield* this.connection.values(number, signal);
+  }
+
+  /** Return a list of inputs as it is sent, or the number of an iterator, which stays here. */
+  private shared(inputs: unknown): unknown {
+    if (Array.isArray(inputs)) return inputs.map(sendable);
+    const iterable = inputs as Partial<AsyncIterable<unknown> & Iterable<unknown>> | null;
+    if (typeof inputs !== "object" || ArrayBuffer.isView(inputs)) return inputs;
+    const iterator = iterable?.[Symbol.asyncIterator]?.() ?? iterable?.[Symbol.iterator]?.();
+    if (!iterator) return inputs;
+    return { sharedIterator: this.connection.share(sendableValues(iterator)) } satisfies SharedIterator;
+  }
+
+  private end(error: unknown): void {
+    this.connection.end(error);
+    this.thread.end();
+  }
+}
+
+/** A conversation with a model in a worker. */
+class RemoteChat implements Public<Chat> {
+  readonly turns: Turn[] = [];
+  private released = false;
+
+  constructor(
+    private readonly model: RemoteModel,
+    private readonly number: Promise<number>,
+  ) {}
+
+  async send(message: Value, options: CallOptions = {}): Promise<Result> {
+    const turn = (await this.model.call("send", [message], options, await this.number)) as SentTurn;
+    return this.added(message, turn);
+  }
+
+  async *stream(message: Value, options: CallOptions = {}): AsyncGenerator<string, Result> {
+    const turn = yield* this.model.iterate("stream", [message], options, this.number) as AsyncGenerator<
+      string,
+      SentTurn
+    >;
+    return this.added(message, turn);
+  }
+
+  rewind(turns = 1): void {
+    if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
+      throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
+    }
+    this.turns.length -= turns;
+    this.post("rewind", [turns]);
+  }
+
+  release(): void {
+    if (this.released) return;
+    this.released = true;
+    this.post("release", []);
+  }
+
+  private post(method: string, args: readonly unknown[]): void {
+    // Messages arrive in their order, so that the next call comes after this one. A closed model has nothing to free.
+    this.number.then((number) => this.model.plainCall(method, args, number)).catch(() => {});
+  }
+
+  private added(message: Value, { result, ids }: SentTurn): Result {
+    this.turns.push({ message, result: result as Result, ids });
+    return result as Result;
+  }
+}
+
+function absolute(address: string | URL): string {
+  const base = (globalThis as { document?: Document }).document?.baseURI;
+  return base === undefined ? String(address) : new URL(address, base).href;
+}
+
+/** Throw UnsupportedCallError for an option that no message can hold. */
+function checkSendable(options: object): void {
+  for (const [name, value] of Object.entries(options)) {
+    if (typeof value !== "function") continue;
+    throw new UnsupportedCallError(
+      `${name} is a function, which cannot be sent to the worker of the model: load the model with worker: false`,
+    );
+  }
+}
+
+/** Return an input as a message can hold it: an AudioBuffer as its samples, also within an object of inputs. */
+function sendable(input: unknown): unknown {
+  if (typeof input !== "object" || input === null || ArrayBuffer.isView(input)) return input;
+  const sound = input as Partial<AudioBuffer>;
+  if (typeof sound.getChannelData === "function") {
+    const channels = Array.from({ length: sound.numberOfChannels! }, (_, i) => sound.getChannelData!(i));
+    return { samples: channels, samplingRate: sound.sampleRate };
+  }
+  if (Object.getPrototypeOf(input) !== Object.prototype) return input;
+  return Object.fromEntries(Object.entries(input).map(([name, value]) => [name, sendable(value)]));
+}
+
+async function* sendableValues(iterator: AsyncIterator<unknown> | Iterator<unknown>): AsyncGenerator<unknown> {
+  try {
+    for (;;) {
+      const { done, value } = await iterator.next();
+      if (done) return;
+      yield sendable(value);
+    }
+  } finally {
+    await iterator.return?.();
+  }
+}
+
+/** Return all inputs of a short list; anything else as it is, which the model refuses. */
+function listOf(inputs: Iterable<Input>): unknown {
+  const isList = typeof inputs === "object" && inputs !== null && !ArrayBuffer.isView(inputs);
+  return isList && Symbol.iterator in inputs ? [...inputs].map(sendable) : inputs;
+}

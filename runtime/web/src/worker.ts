@@ -1,0 +1,7 @@
+/** The script of the worker in which a page runs a model. */
+
+import { Model } from "./model.js";
+import type { Port } from "./worker/connection.js";
+import { serveModel } from "./worker/host.js";
+
+serveModel(globalThis as unknown as Port, Model.load.bind(Model));

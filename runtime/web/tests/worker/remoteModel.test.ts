@@ -1,0 +1,255 @@
+/** The calls of a model over messages: of a real MessageChannel, whose other side is in this thread. */
+
+import { afterAll, beforeAll, describe, expect, test, vi } from "vitest";
+import {
+  AbortedError,
+  InputError,
+  Model,
+  ModelFileError,
+  OptionError,
+  UnsupportedCallError,
+  type LoadOptions,
+  type ModelAddress,
+  type Progress,
+} from "../../src/index.js";
+import { RemoteModel } from "../../src/remoteModel.js";
+import type { Port } from "../../src/worker/connection.js";
+import { serveModel } from "../../src/worker/host.js";
+import { FileServer } from "../support/fileServer.js";
+import { modelBytes, modelPath } from "../support/models.js";
+import { MemoryStore } from "../support/stores.js";
+
+let ended = 0;
+
+async function remote(address: ModelAddress, options: LoadOptions = {}): Promise<Model> {
+  const { port1, port2 } = new MessageChannel();
+  serveModel(port2 as unknown as Port, Model.load.bind(Model));
+  const end = () => {
+    ended++;
+    port1.close();
+  };
+  return new RemoteModel({ port: port1 as unknown as Port, end }).load(address, { device: "wasm", ...options });
+}
+
+async function all<T, R>(values: AsyncGenerator<T, R>): Promise<[T[], R]> {
+  const list: T[] = [];
+  for (;;) {
+    const { done, value } = await values.next();
+    if (done) return [list, value];
+    list.push(value);
+  }
+}
+
+const withoutTiming = (result: object) => ({ ...result, timing: undefined, alternatives: undefined });
+
+describe("g2p", () => {
+  let model: Model;
+  let local: Model;
+  beforeAll(async () => {
+    model = await remote(modelPath("g2p"));
+    local = await Model.load(modelPath("g2p"), { device: "wasm" });
+  });
+  afterAll(async () => {
+    await model.dispose();
+    await local.dispose();
+  });
+
+  test("facts of the file", () => {
+    expect(model.info()).toEqual(local.info());
+    expect(model.manifest).toEqual(local.manifest);
+    expect(model.device).toBe("wasm");
+  });
+
+  test("results, streams, batches and scores are those of the model itself", async () => {
+    const options = { numBeams: 4, numReturnSequences: 3, topLogprobs: 2 };
+    const [found, expected] = [await model.generate("hello", options), await local.generate("hello", options)];
+    expect(withoutTiming(found)).toEqual(withoutTiming(expected));
+    expect(found.alternatives.map(withoutTiming)).toEqual(expected.alternatives.map(withoutTiming));
+    const [pieces, result] = await all(model.stream("transformer"));
+    const [localPieces, localResult] = await all(local.stream("transformer"));
+    expect(pieces).toEqual(localPieces);
+    expect(withoutTiming(result)).toEqual(withoutTiming(localResult));
+    expect(await model.score("hello", "HH EH")).toEqual(await local.score("hello", "HH EH"));
+    const samples = { temperature: 1, seed: 7n };
+    expect((await model.generate("be", samples)).text).toBe((await local.generate("be", samples)).text);
+    expect(model.memory()).toEqual({ ...local.memory(), peakBytes: model.memory().peakBytes });
+    expect(model.memory().peakBytes).toBeGreaterThan(0);
+  });
+
+  test("inputs of a batch are read lazily, from lists and from iterators", async () => {
+    const words = ["hello", "be", "a", "transformer", "un"];
+    let read = 0;
+    let closed = false;
+    async function* lazily() {
+      try {
+        for (;;) yield words[read++ % words.length];
+      } finally {
+        closed = true;
+      }
+    }
+    const found: string[] = [];
+    for await (const { text } of model.generateBatch(lazily(), { batchSize: 1 })) {
+      found.push(text);
+      if (found.length === 5) break;
+    }
+    expect(found).toEqual((await all(local.generateBatch(words)))[0].map(({ text }) => text));
+    expect(read).toBeLessThan(100);
+    await vi.waitFor(() => expect(closed).toBe(true));
+    expect((await all(model.generateBatch(new Set(words))))[0].map(({ text }) => text)).toEqual(found);
+    expect((await all(model.generateBatch(words)))[0].map(({ text }) => text)).toEqual(found);
+    expect(model.memory().usedBytes).toBe(0);
+  });
+
+  test("errors keep their class, their sentence and their fields", async () => {
+    const calls: ((one: Model) => Promise<unknown>)[] = [
+      (one) => one.generate("é"),
+      (one) => one.generate("a", { numBeams: 0 }),
+      (one) => one.generate("a", { numBeam: 2 } as object),
+      (one) => all(one.generateBatch(["a", "é"])),
+      (one) => one.classify(["a"]),
+      (one) => one.prompt("a"),
+      async (one) => one.chat().send("a"),
+      async (one) => all(one.stream("a", { numReturnSequences: 2 })),
+      async (one) => all(one.generateBatch("abc" as unknown as string[])),
+    ];
+    for (const call of calls) {
+      const [found, expected] = await Promise.all(
+        [model, local].map((one) =>
+          call(one).then(
+            () => expect.fail(String(call)),
+            (error: OptionError) => error,
+          ),
+        ),
+      );
+      expect(found.constructor).toBe(expected.constructor);
+      expect(found.message).toBe(expected.message);
+      expect([found.reason, found.option, found.inputNumber]).toEqual([
+        expected.reason,
+        expected.option,
+        expected.inputNumber,
+      ]);
+    }
+    const own = new RangeError("the list of the caller");
+    async function* broken() {
+      yield "a";
+      throw own;
+    }
+    await expect(all(model.generateBatch(broken()))).rejects.toBe(own);
+    const logitsProcessor = () => new Float32Array(1);
+    await expect(model.generate("a", { logitsProcessor })).rejects.toThrow(
+      "logitsProcessor is a function, which cannot be sent to the worker of the model: load the model with worker: false",
+    );
+    await expect(model.generate({ src: (() => 1) as never })).rejects.toThrow(InputError);
+    expect((await model.generate("hello")).text).toBe("HH EH L OW");
+  });
+
+  test("a signal ends a call, a stream and a batch, and frees the memory", async () => {
+    const controller = new AbortController();
+    const { signal } = controller;
+    const generating = model.generate("transformer", { signal, minNewTokens: 40, numBeams: 8 });
+    const streaming = (async () => {
+      for await (const piece of model.stream("transformer", { signal })) if (piece) controller.abort();
+    })();
+    const [one, other] = await Promise.allSettled([generating, streaming]);
+    expect([one, other].map(({ status }) => status)).toEqual(["rejected", "rejected"]);
+    expect((one as PromiseRejectedResult).reason).toBeInstanceOf(AbortedError);
+    expect((other as PromiseRejectedResult).reason).toBeInstanceOf(AbortedError);
+    await expect(model.generate("a", { signal })).rejects.toThrow(AbortedError);
+    for await (const piece of model.stream("transformer")) if (piece) break;
+    await model.generate("a");
+    expect(model.memory().usedBytes).toBe(0);
+  });
+
+  test("calls at the same time do not mix", async () => {
+    const words = ["hello", "transformer", "a", "be"];
+    const found = await Promise.all(words.map((word) => model.generate(word)));
+    for (const [i, word] of words.entries()) expect(found[i].text).toBe((await local.generate(word)).text);
+  });
+});
+
+test("a conversation", async () => {
+  const [model, local] = [await remote(modelPath("words")), await Model.load(modelPath("words"), { device: "wasm" })];
+  const [chat, other] = [model.chat(), local.chat()];
+  for (const message of ["hello", "world"]) {
+    expect(withoutTiming(await chat.send(message))).toEqual(withoutTiming(await other.send(message)));
+  }
+  expect(chat.turns.map(({ message, ids }) => [message, ids])).toEqual(
+    other.turns.map(({ message, ids }) => [message, ids]),
+  );
+  chat.rewind();
+  other.rewind();
+  const [[pieces], [expected]] = [await all(chat.stream("again")), await all(other.stream("again"))];
+  expect(pieces).toEqual(expected);
+  expect(chat.turns.length).toBe(2);
+  expect(() => chat.rewind(3)).toThrow("there are 2 turns, and 3 cannot be taken back");
+  chat.release();
+  await expect(chat.send("a")).rejects.toThrow("has been released");
+  expect(await model.prompt("hello")).toEqual(await local.prompt("hello"));
+  expect(model.memory().usedBytes).toBe(0);
+  await model.dispose();
+  await expect(chat.send("a")).rejects.toThrow("the model is closed");
+  await local.dispose();
+});
+
+test("pictures, sounds and series", async () => {
+  const history = Array.from({ length: 60 }, (_, i) => Math.sin(i / 5));
+  const model = await remote(modelPath("elnino"));
+  const local = await Model.load(modelPath("elnino"), { device: "wasm" });
+  const expected = await local.forecast(history);
+  expect(await model.forecast(history)).toEqual(expected);
+  expect(await all(model.forecastBatch([history]))).toEqual([[expected], undefined]);
+  await model.dispose();
+  await local.dispose();
+});
+
+test("loading: progress, the store of the page, a signal and errors", async () => {
+  const server = new FileServer();
+  await server.start();
+  const bytes = modelBytes("elnino");
+  server.files.set("/elnino.onnx", { bytes, tag: '"a"', ranges: true });
+  const store = new MemoryStore();
+  for (const sent of [bytes.length, 0]) {
+    const seen: Progress[] = [];
+    server.sentBytes = 0;
+    const model = await remote(server.address("/elnino.onnx"), {
+      cache: store,
+      onProgress: (one) => void seen.push(one),
+    });
+    expect(seen[seen.length - 1]).toEqual({ loaded: bytes.length, total: bytes.length });
+    expect(server.sentBytes).toBe(sent);
+    await model.dispose();
+  }
+  ended = 0;
+  const controller = new AbortController();
+  const options = { signal: controller.signal, onProgress: () => controller.abort() };
+  await expect(remote(server.address("/elnino.onnx"), options)).rejects.toThrow(AbortedError);
+  await expect(remote(server.address("/other"))).rejects.toThrow(ModelFileError);
+  await expect(remote(modelPath("elnino"), { gpu: true } as object)).rejects.toThrow('there is no option "gpu"');
+  expect(ended).toBe(3);
+  const copied = await remote(bytes);
+  expect(bytes.length).toBeGreaterThan(0); // it is not taken from the caller
+  await copied.dispose();
+  await server.stop();
+});
+
+test("dispose ends all calls and the worker", async () => {
+  const model = await remote(modelPath("g2p"));
+  ended = 0;
+  const generating = model.generate("transformer", { minNewTokens: 40 });
+  const stream = model.stream("hello");
+  const next = stream.next();
+  const disposing = model.dispose();
+  await expect(generating).rejects.toThrow("the model is closed: load the file again with Model.load()");
+  await disposing;
+  await expect(next).rejects.toThrow("the model is closed");
+  await expect(model.predict("a")).rejects.toThrow("the model is closed");
+  await expect(model.generate("a")).rejects.toThrow(UnsupportedCallError);
+  await model.dispose();
+  expect(model.disposed).toBe(true);
+  expect(ended).toBeGreaterThan(0);
+});
+
+test("workers are for pages", async () => {
+  await expect(Model.load(modelPath("g2p"), { worker: true })).rejects.toThrow("worker must be false outside a page");
+  await expect(Model.load(modelPath("g2p"), { worker: 1 } as object)).rejects.toThrow(OptionError);
+});
