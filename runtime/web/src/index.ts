@@ -32,3 +32,5 @@ export type { Sound } from "./preprocess/audio.js";
 export type { ImageInput } from "./preprocess/images.js";
 export type { History } from "./preprocess/series.js";
 export type { Filled, MaskCandidate } from "./tasks/fillMask.js";
+export type { Answer } from "./tasks/questionAnswering.js";
+export type { Span } from "./tasks/tokenClassification.js";

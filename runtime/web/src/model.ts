@@ -33,6 +33,8 @@ import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
+import type { Answer } from "./tasks/questionAnswering.js";
+import type { Span } from "./tasks/tokenClassification.js";
 import type { Features } from "./tasks/features.js";
 import { scoreTokens } from "./tasks/givenTokens.js";
 import type { Transcription } from "./tasks/ctcRecognition.js";
@@ -300,9 +302,10 @@ export class Model {
     const task = this.task("predict");
     const { truncate = false, batchSize = task.batchSize, adapter, signal, ...settings } = options;
     checkInt("batchSize", batchSize);
-    return runSinglePass(this.engine, this.inputs, task, task.settings(settings), severalInputs(inputs), {
+    const checked = task.settings(settings);
+    return runSinglePass(this.engine, this.inputs, task, checked, severalInputs(inputs), {
       batchSize,
-      truncate: task.truncates(truncate),
+      truncate: task.truncates(truncate, checked),
       adapter: this.adapterInput(adapter),
       signal,
     });
@@ -321,6 +324,28 @@ export class Model {
     (task as Features).mustPool("embed()");
     const vectors = (await collected(this.predictBatch(severalInputs(inputs), options))) as NumberArray[];
     return vectors.map(({ data }) => Float32Array.from(data));
+  }
+
+  /**
+   * Return the labelled spans of each text.
+   *
+   * Options as of `predict`, with aggregation ("none", "simple", "first", "average" or "max"), ignoreLabels and docStride
+   * (see `tasks/tokenClassification`).
+   */
+  async entities(texts: Iterable<string>, options: PredictOptions = {}): Promise<Span[][]> {
+    if (this.task("label spans").call !== "entities()") throw this.otherTask("label spans");
+    return (await collected(this.predictBatch(severalInputs(texts), options))) as Span[][];
+  }
+
+  /**
+   * Return the answer to each question in its context. pairs: [question, context], or objects with these names.
+   *
+   * Options as of `predict`, with topK, allowNoAnswer, maxAnswerTokens, maxSeqLen and docStride (see
+   * `tasks/questionAnswering`).
+   */
+  async answer(pairs: Iterable<Input>, options: PredictOptions = {}): Promise<Answer[]> {
+    if (this.task("answer").call !== "answer()") throw this.otherTask("answer");
+    return (await collected(this.predictBatch(severalInputs(pairs), options))) as Answer[];
   }
 
   /** Return the most probable tokens for each mask of each text. Options as of `predict`, with topK and candidateTokens. */

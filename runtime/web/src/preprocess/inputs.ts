@@ -13,9 +13,11 @@ import type { Message, PromptTemplate, Tools } from "./conversation.js";
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
 import { TextReader, type Pair } from "./textReader.js";
+import type { TextWindow, WindowReader } from "./textWindows.js";
 import { Codec } from "./tokenizer.js";
 
 const MIN_TEXT_CHARACTERS = 1 << 19; // that are read of any text
+const MAX_WINDOWED_CHARACTERS = 1 << 21; // of a text that is read in windows
 const CHARACTERS_PER_TOKEN = 8; // of a text that just fits into a model; words have four or five
 
 type Numbers = ArrayLike<number> | ArrayLike<bigint>;
@@ -214,6 +216,42 @@ export class Inputs {
       );
     }
     return { spec: specs[0], reader: this.reader(index) };
+  }
+
+  /**
+   * Tokenize a text or a pair, with the place of each token.
+   *
+   * truncate: cut a text that is too long.
+   * maxTokens: of a window; by default the limit of the model.
+   * stride: tokens of the previous window that each window repeats; undefined for a single window.
+   */
+  windows(
+    text: string | Pair,
+    reader: WindowReader,
+    options: { readonly truncate?: boolean; readonly maxTokens?: number; readonly stride?: number },
+  ): TextWindow[] {
+    const { spec } = this.textInput;
+    const { truncate = false, maxTokens = spec.maxLength, stride } = options;
+    const isWindowed = stride !== undefined && maxTokens !== undefined;
+    const checked = (one: string) => {
+      if (!isWindowed) return this.readable(spec.name, one, truncate);
+      this.checkTextLength(one, MAX_WINDOWED_CHARACTERS);
+      return one;
+    };
+    const checkedText = typeof text === "string" ? checked(text) : ([checked(text[0]), checked(text[1])] as const);
+    const limit = isWindowed || truncate ? maxTokens : undefined;
+    const windows = reader.windows(checkedText, limit, isWindowed ? stride : undefined);
+    for (const window of windows) this.checkLengthAndIds(spec, window.ids);
+    return windows;
+  }
+
+  /** Return the arrays of the inputs of the model for a window. */
+  windowArrays({ ids, types }: TextWindow): Sources {
+    const arrays = new Map([[this.textInput.spec.name, numberArray(ids, [ids.length])]]);
+    for (const spec of this.manifest.encode!.inputs) {
+      if (spec.role === "types") arrays.set(spec.name, numberArray(types, [types.length]));
+    }
+    return arrays;
   }
 
   private read(spec: RequestInput, value: Value, truncate: boolean): { ids: Int32Array; types: Int32Array } {

@@ -18,7 +18,7 @@ export interface EncodedText {
 
 /** A tokenizer of the file, which reads unknown text and can truncate. */
 export class TextReader {
-  private readonly parts: TokenizerParts;
+  readonly parts: TokenizerParts;
 
   constructor(definition: string) {
     this.parts = new TokenizerParts(definition);

@@ -18,16 +18,29 @@ interface TokenizerJson {
     readonly unk_token?: string | null;
     readonly unk_id?: number | null;
     readonly continuing_subword_prefix?: string | null;
+    readonly end_of_word_suffix?: string | null;
+    readonly fuse_unk?: boolean;
   };
-  readonly added_tokens?: readonly { readonly id: number; readonly content: string; readonly special: boolean }[];
+  readonly added_tokens?: readonly AddedTokenJson[];
   readonly decoder?: DecoderJson | null;
   readonly pre_tokenizer?: unknown;
   readonly normalizer?: unknown;
+  readonly post_processor?: unknown;
+}
+
+export interface AddedTokenJson {
+  readonly id: number;
+  readonly content: string;
+  readonly special: boolean;
+  readonly normalized?: boolean;
+  readonly single_word?: boolean;
+  readonly lstrip?: boolean;
+  readonly rstrip?: boolean;
 }
 
 // What \w and \s are in the tokenizers library; in JavaScript \w is ASCII alone.
-const WORD = "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\u200c\u200d";
-const SPACE = "\t-\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000";
+export const WORD = "\\p{Alphabetic}\\p{M}\\p{Nd}\\p{Pc}\u200c\u200d";
+export const SPACE = "\t-\r \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000";
 const WHITESPACE = {
   type: "Split",
   pattern: { Regex: `[${WORD}]+|[^${WORD}${SPACE}]+` },
@@ -76,18 +89,20 @@ function checkPattern(pattern: unknown): void {
 export class TokenizerParts {
   readonly tokenizer: Tokenizer;
   readonly json: TokenizerJson;
+  /** The JSON with the steps that the package has been given. */
+  readonly patched: TokenizerJson;
   /** The id of the unknown token; undefined without one. */
   readonly unknown: number | undefined;
 
   /** definition: a tokenizer in the JSON format of the tokenizers library. Throw ModelFileError if it cannot be read. */
   constructor(definition: string) {
-    [this.tokenizer, this.json] = readingTokenizer(() => {
+    [this.tokenizer, this.json, this.patched] = readingTokenizer(() => {
       const json = JSON.parse(definition) as TokenizerJson;
       checkGrowth(json as unknown as Record<string, unknown>);
       withUnicodeWords(json.normalizer);
       // A vocabulary of whole words has its unknown token in the configuration of another file, for this package.
       const parts = { ...json, pre_tokenizer: withUnicodeWords(json.pre_tokenizer) };
-      return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), json] as const;
+      return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), json, parts] as const;
     });
     const { model } = this.json;
     this.unknown = model.unk_token ? this.tokenizer.token_to_id(model.unk_token) : (model.unk_id ?? undefined);
@@ -108,15 +123,36 @@ export class TokenizerParts {
     return this.tokenizer.token_to_id(token) ?? this.unknown ?? -1;
   }
 
-  /** Return ids with the special tokens of the tokenizer around them, and their types. */
-  withSpecialTokens(first: string[], second: string[] | null): { ids: number[]; types: number[] } {
+  /** Return the function from pieces to tokens of a vocabulary without added tokens, which stand alone in a text. */
+  modelWithoutAdded(): (pieces: string[]) => string[] {
+    const { model } = this.parts;
+    if (this.json.model.type !== "WordPiece" || !this.json.added_tokens?.length) return model;
+    // The package finds added tokens in words.
+    const alone = readingTokenizer(() => new Tokenizer({ ...this.patched, added_tokens: [] }, {}));
+    return (alone as unknown as Parts).model;
+  }
+
+  /** Return tokens with the special tokens of the tokenizer around them, and their types. */
+  process(first: string[], second: string[] | null): { tokens: string[]; types: number[] } {
     const process = this.parts.post_processor;
     const { tokens, token_type_ids } = process
       ? process(first, second, true)
       : { tokens: [...first, ...(second ?? [])], token_type_ids: undefined };
-    const types = token_type_ids ?? [...first.map(() => 0), ...(second ?? []).map(() => 1)];
+    if (process && hasOneType(this.json.post_processor)) return { tokens, types: tokens.map(() => 0) };
+    return { tokens, types: token_type_ids ?? [...first.map(() => 0), ...(second ?? []).map(() => 1)] };
+  }
+
+  /** Return ids with the special tokens of the tokenizer around them, and their types. */
+  withSpecialTokens(first: string[], second: string[] | null): { ids: number[]; types: number[] } {
+    const { tokens, types } = this.process(first, second);
     return { ids: tokens.map((token) => this.id(token)), types };
   }
+}
+
+/** Return whether a post-processor gives both texts of a pair one type, which the package does not. */
+function hasOneType(step: unknown): boolean {
+  const { type, processors } = (step ?? {}) as { type?: unknown; processors?: unknown };
+  return type === "RobertaProcessing" || (Array.isArray(processors) && processors.some(hasOneType));
 }
 
 const CONTEXT_CHARACTERS = 24; // around a character that make its tokens

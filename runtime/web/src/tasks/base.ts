@@ -58,7 +58,7 @@ export abstract class Task<Result = unknown, Settings = unknown> {
   }
 
   /** Return whether inputs that are too long are cut. Throw OptionError if inputs of this task cannot be cut. */
-  truncates(truncate: unknown): boolean {
+  truncates(truncate: unknown, _settings: Settings): boolean {
     if (checkBoolean("truncate", truncate) && !this.canTruncate) {
       throw new OptionError(`this file ${this.does}: it takes no truncate`, "truncate");
     }

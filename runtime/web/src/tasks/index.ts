@@ -1,6 +1,5 @@
 /** The task of a file that is no text generator. The code of a task is loaded for files that have it. */
 
-import { UnsupportedCallError } from "../base/errors.js";
 import { AUDIO, type Manifest } from "../format/manifest.js";
 import type { Task } from "./base.js";
 
@@ -16,13 +15,13 @@ const TASKS: Readonly<Record<string, () => Promise<TaskClass>>> = {
   "sentence-similarity": features,
   "image-classification": async () => (await import("./classification.js")).ImageClassifier,
   "image-feature-extraction": async () => (await import("./features.js")).ImageFeatures,
+  "token-classification": async () => (await import("./tokenClassification.js")).TokenClassification,
+  "question-answering": async () => (await import("./questionAnswering.js")).QuestionAnswering,
   "fill-mask": async () => (await import("./fillMask.js")).FillMask,
   [SPEECH]: async () => (await import("./ctcRecognition.js")).CtcRecognition,
 };
 
-/** Tasks of the Python runtime that this one does not have yet. */
-const ABSENT = ["token-classification", "question-answering"];
-const NEEDS_TOKENIZER = [...ABSENT, "fill-mask"];
+const NEEDS_TOKENIZER = ["token-classification", "question-answering", "fill-mask"];
 
 /** Return whether a file transcribes speech by generating text. */
 export function isSpeechToText(manifest: Manifest): boolean {
@@ -34,15 +33,9 @@ export function isSpeechToText(manifest: Manifest): boolean {
  * Return the task of a single-pass model.
  *
  * A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are the
- * outputs of the model. Throw UnsupportedCallError for a
- * task that this runtime does not have, ModelFileError for damaged settings of a task.
+ * outputs of the model. Throw ModelFileError for damaged settings of a task.
  */
 export async function taskOf(manifest: Manifest): Promise<Task> {
-  if (ABSENT.includes(manifest.task) && manifest.tokenizerOf.size) {
-    throw new UnsupportedCallError(
-      `the JavaScript runtime does not have the task ${manifest.task}: run the model with the Python runtime`,
-    );
-  }
   const isRaw = NEEDS_TOKENIZER.includes(manifest.task) && !manifest.tokenizerOf.size;
   const load = Object.hasOwn(TASKS, manifest.task) && !isRaw ? TASKS[manifest.task] : features;
   return new (await load())(manifest);

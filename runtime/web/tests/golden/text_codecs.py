@@ -155,4 +155,5 @@ def main() -> None:
     GoldenFile().write(json.loads(json.dumps(cases)))
 
 
-main()
+if __name__ == "__main__":
+    main()
