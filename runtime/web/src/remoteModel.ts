@@ -16,7 +16,9 @@ import type { History } from "./preprocess/series.js";
 import type { Transcription } from "./tasks/ctcRecognition.js";
 import type { Classification } from "./tasks/classification.js";
 import type { Filled } from "./tasks/fillMask.js";
+import type { Answer } from "./tasks/questionAnswering.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
+import type { Span } from "./tasks/tokenClassification.js";
 import { Connection, type Port } from "./worker/connection.js";
 import type { LoadCall, SentTurn, SharedIterator } from "./worker/host.js";
 
@@ -186,6 +188,14 @@ export class RemoteModel implements Public<Model> {
 
   async embed(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Float32Array[]> {
     return (await this.call("embed", [listOf(inputs)], options)) as Float32Array[];
+  }
+
+  async entities(texts: Iterable<string>, options: PredictOptions = {}): Promise<Span[][]> {
+    return (await this.call("entities", [listOf(texts)], options)) as Span[][];
+  }
+
+  async answer(pairs: Iterable<Input>, options: PredictOptions = {}): Promise<Answer[]> {
+    return (await this.call("answer", [listOf(pairs)], options)) as Answer[];
   }
 
   async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
