@@ -118,7 +118,7 @@ export class Model {
     private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
-    this.inputs = new Inputs(engine.manifest, parts.dataReaders);
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode);
     this.generator = new Generator(engine, this.inputs.outputCodec);
   }
 

@@ -1,5 +1,5 @@
 /**
- * The parts of a model that only some files need: chat templates, pictures, sounds, series and tasks. Their code is loaded
+ * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their code is loaded
  * for these files, so that a page loads less.
  */
 
@@ -10,12 +10,14 @@ import type { Engine } from "./engine/engine.js";
 import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { PromptTemplate } from "./preprocess/conversation.js";
-import type { DataReader } from "./preprocess/inputs.js";
+import type { DataReader, TextCode } from "./preprocess/inputs.js";
 import type { Task } from "./tasks/base.js";
 import type { Forecaster } from "./tasks/forecasting.js";
 import { isSpeechToText, taskOf } from "./tasks/index.js";
 
 export interface ModelParts {
+  /** Tokenizers; undefined for a file without one. */
+  readonly textCode: TextCode | undefined;
   /** Makes the chat template of a file; undefined for a file without one. */
   readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined;
   /** Input → the function that reads a picture or a sound for it. */
@@ -51,7 +53,8 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
     }
     const hasTemplate = manifest.chatTemplate !== undefined;
     const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
-    return { templateOf, dataReaders: await readersOf(manifest), task, forecaster };
+    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
+    return { textCode, templateOf, dataReaders: await readersOf(manifest), task, forecaster };
   } catch (error) {
     if (error instanceof ModelFileError) throw new ModelFileError(`${name}: ${error.reason}`, undefined, error);
     if (!(error instanceof OptionError)) throw error;

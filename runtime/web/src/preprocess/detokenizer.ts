@@ -6,7 +6,7 @@
  */
 
 import { ModelFileError } from "../base/errors.js";
-import { textBeforeStop, type Codec } from "./tokenizer.js";
+import type { Codec } from "./tokenizer.js";
 
 const MAX_CLUSTER_CHARACTERS = 256; // of a common grapheme cluster, or a common run of byte tokens
 const ACCENT = "\u0301"; // a character that extends any cluster, except control characters
@@ -424,4 +424,10 @@ class AtEndStep implements DecodeStep {
   finish(): string[] {
     return [this.decode(this.fused ? [this.pieces.join("")] : this.pieces)];
   }
+}
+
+/** Return the text before the first stop string; undefined if it contains none. */
+export function textBeforeStop(text: string, stop: readonly string[]): string | undefined {
+  const places = stop.map((one) => text.indexOf(one)).filter((place) => place >= 0);
+  return places.length ? text.slice(0, Math.min(...places)) : undefined;
 }

@@ -12,9 +12,9 @@ import type { Sources } from "../format/sizes.js";
 import type { Message, PromptTemplate, Tools } from "./conversation.js";
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
-import { TextReader, type Pair } from "./textReader.js";
+import type { Pair, TextReader } from "./textReader.js";
 import type { TextWindow, WindowReader } from "./textWindows.js";
-import { Codec } from "./tokenizer.js";
+import type { Codec } from "./tokenizer.js";
 
 const MIN_TEXT_CHARACTERS = 1 << 19; // that are read of any text
 const MAX_WINDOWED_CHARACTERS = 1 << 21; // of a text that is read in windows
@@ -39,6 +39,9 @@ export interface IdsOptions {
 
 /** Turns a caller's value for an input of data, such as a picture or samples, into an array. */
 export type DataReader = (value: Value) => Value | Promise<Value>;
+
+/** The code of tokenizers. */
+export type TextCode = typeof import("./textCode.js");
 
 /** Return whether a value is a pair of texts. */
 export function isPair(value: unknown): value is Pair {
@@ -82,12 +85,16 @@ export class Inputs {
   private readonly codecs: Codec[];
   private readonly readers = new Map<number, TextReader>();
 
-  /** dataReaders: input → the function that reads a raw value for it, such as a picture. */
+  /**
+   * dataReaders: input → the function that reads a raw value for it, such as a picture.
+   * textCode: for a model with tokenizers.
+   */
   constructor(
     private readonly manifest: Manifest,
     private readonly dataReaders: ReadonlyMap<string, DataReader> = new Map(),
+    private readonly textCode?: TextCode,
   ) {
-    this.codecs = manifest.tokenizers.map((definition) => new Codec(definition));
+    this.codecs = manifest.tokenizers.map((definition) => new textCode!.Codec(definition));
     this.step = manifest.decode?.step.name ?? "";
   }
 
@@ -404,7 +411,7 @@ export class Inputs {
 
   private reader(index: number): TextReader {
     let reader = this.readers.get(index);
-    if (!reader) this.readers.set(index, (reader = new TextReader(this.manifest.tokenizers[index])));
+    if (!reader) this.readers.set(index, (reader = new this.textCode!.TextReader(this.manifest.tokenizers[index])));
     return reader;
   }
 }

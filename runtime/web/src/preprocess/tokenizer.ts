@@ -309,12 +309,6 @@ export function checkText(text: string): void {
   if (found !== undefined) throw new InputError(`the input holds ${found}`);
 }
 
-/** Return the text before the first stop string; undefined if it contains none. */
-export function textBeforeStop(text: string, stop: readonly string[]): string | undefined {
-  const places = stop.map((one) => text.indexOf(one)).filter((place) => place >= 0);
-  return places.length ? text.slice(0, Math.min(...places)) : undefined;
-}
-
 function outsideError(piece: string, number: number): InputError {
   return new InputError(`'${quotable(piece)}' (character ${number} of the input) is not in the model's vocabulary`);
 }

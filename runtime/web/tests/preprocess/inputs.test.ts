@@ -1,3 +1,4 @@
+import * as textCode from "../../src/preprocess/textCode.js";
 import { expect, test } from "vitest";
 import { InputError } from "../../src/base/errors.js";
 import { manifestOf, readMetadata } from "../../src/format/modelFile.js";
@@ -11,7 +12,7 @@ const words = manifestOf(readMetadata(modelBytes("words")));
 const languages = manifestOf(readMetadata(modelBytes("languages")));
 
 test("sources of an encoder are texts or ids, by name or alone", () => {
-  const inputs = new Inputs(g2p);
+  const inputs = new Inputs(g2p, new Map(), textCode);
   const ids = [12, 9, 2];
   for (const input of [
     "he",
@@ -48,7 +49,7 @@ test("sources of an encoder are texts or ids, by name or alone", () => {
 });
 
 test("prompts of a decoder-only model", () => {
-  const inputs = new Inputs(words);
+  const inputs = new Inputs(words, new Map(), textCode);
   const { sources, prompt, startCount } = inputs.generationInputs("he");
   expect([sources.size, startCount]).toEqual([0, 0]);
   expect([...inputs.generationInputs({ ids: prompt }).prompt]).toEqual([...prompt]);
@@ -61,7 +62,7 @@ test("prompts of a decoder-only model", () => {
 
 test("start tokens go before a text, and not before the caller's ids", () => {
   const manifest: Manifest = { ...words, specialTokens: { ...words.specialTokens, bosTokenIds: [7, 8] } };
-  const inputs = new Inputs(manifest);
+  const inputs = new Inputs(manifest, new Map(), textCode);
   const text = inputs.generationInputs("he");
   expect([text.startCount, [...text.prompt.subarray(0, 2)]]).toEqual([2, [7, 8]]);
   expect([...inputs.generationInputs([9]).prompt]).toEqual([9]);
@@ -70,7 +71,7 @@ test("start tokens go before a text, and not before the caller's ids", () => {
 });
 
 test("single-pass models read texts, pairs and ids, and cut them if they are asked to", async () => {
-  const inputs = new Inputs(languages);
+  const inputs = new Inputs(languages, new Map(), textCode);
   const long = "word ".repeat(500);
   await expect(inputs.singlePassArrays(long)).rejects.toThrow("and the model takes at most 128: shorten it");
   expect((await inputs.singlePassArrays(long, true)).get("ids")!.shape).toEqual([128]);
@@ -93,7 +94,7 @@ test("inputs of data are numbers of the right kind", async () => {
     encode: { ...languages.encode!, inputs: [spec, other] },
     tokenizerOf: new Map(),
   };
-  const inputs = new Inputs(manifest);
+  const inputs = new Inputs(manifest, new Map(), textCode);
   const arrays = await inputs.singlePassArrays({
     x: [
       [1, 2],
