@@ -1,7 +1,8 @@
 /**
- * The bundle in Chromium, in pages with a strict content security policy, with threads and without.
+ * The bundle in Chromium and Firefox, in pages with a strict content security policy, with threads and without.
  *
- * Debian's Chromium is driven (`apt-get install chromium`), or that of the variable CHROMIUM. Without one it is skipped.
+ * The browsers are those of the system (`apt-get install chromium firefox-esr`), or of the variables CHROMIUM and FIREFOX.
+ * Tests of a browser that is not installed are skipped.
  */
 
 import { execFileSync } from "node:child_process";
@@ -18,7 +19,7 @@ import {
 import { tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { build } from "esbuild";
-import { chromium, type Browser, type Page } from "playwright-core";
+import puppeteer, { type Browser, type Page, type SupportedBrowser } from "puppeteer-core";
 import { build as viteBuild } from "vite";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { example } from "./support/docs.js";
@@ -26,14 +27,26 @@ import { modelPath } from "./support/models.js";
 import { PageServer } from "./support/pageServer.js";
 
 const PACKAGE = resolve(import.meta.dirname, "..");
-const NAMES = ["chromium", "chromium-browser", "google-chrome", "chrome"];
 const FOLDERS = ["/usr/bin", "/usr/local/bin", "/snap/bin"];
-const CHROMIUM =
-  process.env["CHROMIUM"] ?? FOLDERS.flatMap((folder) => NAMES.map((name) => join(folder, name))).find(existsSync);
+const BROWSERS: readonly [name: string, kind: SupportedBrowser, path: string | undefined][] = [
+  ["Chromium", "chrome", process.env["CHROMIUM"] ?? installed("chromium", "chromium-browser", "google-chrome")],
+  ["Firefox", "firefox", process.env["FIREFOX"] ?? installed("firefox-esr", "firefox")],
+];
+const HANG_MS = 60_000;
 
-if (!CHROMIUM) console.warn("no Chromium is installed (apt-get install chromium): the tests of pages are skipped");
+function installed(...names: string[]): string | undefined {
+  return FOLDERS.flatMap((folder) => names.map((name) => join(folder, name))).find(existsSync);
+}
 
-describe.skipIf(!CHROMIUM)("in Chromium", () => {
+/** Wait for a text in the output of a page. */
+async function waitForOutput(page: Page, text: string): Promise<void> {
+  const output = () => page.$eval("output", (element) => element.textContent);
+  await expect.poll(output, { timeout: HANG_MS }).toBe(text);
+}
+
+for (const [name, , path] of BROWSERS) if (!path) console.warn(`no ${name} is installed: its tests are skipped`);
+
+describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) => {
   let browser: Browser;
   let scripts: string;
 
@@ -46,7 +59,7 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     const entryPoints = [join(PACKAGE, "tests/page/page.ts")];
     await build({ entryPoints, bundle: true, format: "esm", target: "es2022", outfile: join(scripts, "page.js") });
     copyFileSync(join(PACKAGE, "tests/page/index.html"), join(scripts, "index.html"));
-    browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox"] });
+    browser = await puppeteer.launch({ browser: kind, executablePath: path!, args: ["--no-sandbox"] });
   });
 
   afterAll(async () => {
@@ -67,9 +80,9 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     const page = await browser.newPage();
     try {
       await page.goto(`${server.address}/index.html`);
-      await page.getByRole("button").click({ timeout: 60_000 }); // it is disabled until the model is loaded
-      const output = page.locator("output");
-      await expect.poll(() => output.textContent(), { timeout: 60_000 }).toBe("T R AE N S F AO R M ER");
+      await page.waitForSelector("button:enabled", { timeout: HANG_MS }); // once the model is loaded
+      await page.click("button");
+      await waitForOutput(page, "T R AE N S F AO R M ER");
       expect(server.missing).toEqual([]);
     } finally {
       await page.close();
@@ -88,8 +101,7 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     const page = await browser.newPage();
     try {
       await page.goto(`${server.address}/index.html`);
-      const output = page.locator("output");
-      await expect.poll(() => output.textContent(), { timeout: 60_000 }).toBe("T R AE N S F AO R M ER");
+      await waitForOutput(page, "T R AE N S F AO R M ER");
       expect(server.missing).toEqual([]);
     } finally {
       await page.close();
@@ -113,10 +125,11 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
       };
       server = await PageServer.start(files, isolated);
       page = await browser.newPage();
-      page.on("pageerror", (error) => problems.push(String(error)));
-      page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
+      const note = (problem: string) => !problem.includes("/favicon.ico") && problems.push(problem); // Firefox asks for it
+      page.on("pageerror", (error) => note(String(error)));
+      page.on("console", (message) => message.type() === "error" && note(message.text()));
       page.on("request", (request) => {
-        if (!request.url().startsWith(server.address)) problems.push(`a request to ${request.url()}`);
+        if (!request.url().startsWith(server.address)) note(`a request to ${request.url()}`);
       });
       await page.goto(`${server.address}/page/index.html`);
       await page.waitForFunction(() => document.title === "ready");
@@ -130,8 +143,8 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     test.each(["g2p-web-int4", "g2p", "words", "languages-web", "elnino"])(
       "%s gives the results of its golden file",
       async (name) => {
-        const threads = isolated ? 2 : undefined;
-        const found = await page.evaluate(([model, count]) => window.replay(model, count), [name, threads] as const);
+        const threads = isolated ? 2 : null;
+        const found = await page.evaluate((model, count) => window.replay(model, count ?? undefined), name, threads);
         const size = statSync(modelPath(name)).size;
         expect(found).toEqual({
           differences: [],
@@ -148,8 +161,14 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     });
 
     test.skipIf(isolated)("threads are refused in a page that is not isolated", async () => {
-      const load = page.evaluate(() => window.replay("elnino", 2));
-      await expect(load).rejects.toThrow("DeviceError: threads: 2 needs a page that is isolated from other sites");
+      const refusal = await page.evaluate(async () => {
+        const load = window.replay("elnino", 2);
+        return load.then(
+          () => "none",
+          (error: Error) => `${error.name}: ${error.message}`,
+        );
+      });
+      expect(refusal).toContain("DeviceError: threads: 2 needs a page that is isolated from other sites");
     });
 
     test("nothing breaks the policy of the page, is missing, or comes from another server", () => {
