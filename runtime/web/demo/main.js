@@ -7,7 +7,7 @@ import { EL_NINO } from "./elnino.js";
 
 const DEMOS = [
   { file: "g2p", title: "Pronunciation", task: "from letters to sounds, with the alignment", show: pronunciation },
-  { file: "words", title: "Words", task: "continues letters, in turns", show: words },
+  { file: "words", title: "Words", task: "pronounces words in a conversation", show: words },
   { file: "languages", title: "Languages", task: "guesses the language as you type", show: languages },
   { file: "elnino", title: "El Niño", task: "forecasts the temperature of the sea", show: forecast },
 ];
@@ -32,7 +32,7 @@ async function choose(demo, moves = true) {
     if (signal.aborted) return void model.dispose();
     signal.addEventListener("abort", () => model.dispose());
     const { task, precision, quantization } = model.info();
-    const facts = [task, quantization ?? precision, "in a worker of this page"].filter(Boolean).join(" · ");
+    const facts = [task, quantization === "none" ? precision : quantization, "in a worker of this page"].filter(Boolean).join(" · ");
     main.replaceChildren(element("h2", {}, demo.title), element("p", { class: "hint facts" }, facts), demo.show(model, signal));
   } catch (error) {
     if (!signal.aborted) main.replaceChildren(element("h2", {}, demo.title), problem(error));
@@ -81,7 +81,7 @@ function pronunciation(model, signal) {
     const best = await model.generate(word, options);
     const rows = [best, ...best.alternatives].map((one) => [one.text, Math.exp(one.score)]);
     const parts = [output, scores("The three best of four beams", "Sounds", rows)];
-    if (model.manifest.target !== undefined && hasAttentions(model)) parts.splice(1, 0, await alignment(model, word, ended));
+    if (hasAttentions(model)) parts.splice(1, 0, await alignment(model, word, ended));
     result.replaceChildren(...parts);
   }, signal, { hint: "The tokens appear as they are computed." });
 }
@@ -102,7 +102,7 @@ async function alignment(model, word, signal) {
 
 function words(model, signal) {
   const log = element("div", { class: "log result", role: "log", "aria-label": "Conversation", tabindex: 0 });
-  const input = element("input", { value: "trans", autocomplete: "off", required: true });
+  const input = element("input", { value: "browser", autocomplete: "off", required: true });
   const button = element("button", {}, "Send"), note = element("div", { role: "alert" });
   const begin = () => model.chat();
   let chat = begin();
@@ -121,13 +121,13 @@ function words(model, signal) {
     const reply = show("assistant", "");
     input.value = "";
     try {
-      for await (const piece of chat.stream(text, { signal, temperature: 0.7 })) reply.append(piece);
+      for await (const piece of chat.stream(text, { signal })) reply.append(piece);
     } catch (error) {
       if (!signal.aborted) note.replaceChildren(problem(error));
     }
     button.disabled = false;
     input.focus();
-  } }, field("The beginning of a word", input, "The model has learnt English words letter by letter, and adds letters to yours."),
+  } }, field("An English word", input, "A decoder alone: it answers a word with its sounds, and keeps the conversation in its cache."),
     element("div", { class: "row" }, button, element("button", { type: "button", class: "plain", click: () => {
       chat.release();
       chat = begin();
