@@ -14,6 +14,7 @@
 # make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
 # make hooks        run lint and type checks before each commit (pre-commit)
 # make web          check, build and test the package for browsers and Node in runtime/web
+# make web-demo     serve a page at http://127.0.0.1:8081 in which the checkpoints run, without a server
 # make node-client  install npm's client, with which a test asks the server
 # make docs         build the documentation in build/site; broken links are errors
 # make docs-check   run the examples of the documentation and compare their output
@@ -38,7 +39,7 @@ PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --cons
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 test-ray thorough fuzz \
-  check audit hooks web docs docs-check evaluate bench bench-quick wild wild-repositories clean
+  check audit hooks web web-demo docs docs-check evaluate bench bench-quick wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -93,6 +94,18 @@ web: $(READY)
 	  $(PIP) install $(NODE_WHEEL); }
 	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
 	cd runtime/web && export $(WITH_NODE) && npm run check && npm run build && npm run bundle && npm test
+
+build/page/g2p.onnx: models/g2p/model.pt | $(READY)
+	mkdir -p build/page && $(BIN)/tformer-export $< --output $@ --force --cross-attentions
+
+build/page/%.onnx: models/%/model.pt | $(READY)
+	mkdir -p build/page && $(BIN)/tformer-export $< --output $@ --force
+
+ON_PAGE = $(patsubst %,$(CURDIR)/build/page/%.onnx,g2p words languages elnino)
+
+web-demo: $(ON_PAGE:$(CURDIR)/%=%)
+	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
+	cd runtime/web && export $(WITH_NODE) && node demo/build.mjs $(ON_PAGE) && node demo/serve.mjs
 
 # A built library is moved into its place: a process that has loaded the old one keeps it.
 KERNELS = runtime/kernels/tformer_kernels

@@ -17,6 +17,7 @@ async function replay(name: string, threads?: number) {
   const progress: [number, number][] = [];
   const model = await Model.load(`/models/${name}.onnx`, {
     threads,
+    worker: false,
     onProgress: ({ loaded, total }) => progress.push([loaded, total]),
   });
   const differences = await requestDifferences(model, golden);

@@ -220,6 +220,7 @@ test("loading: progress, the store of the page, a signal and errors", async () =
     await model.dispose();
   }
   ended = 0;
+  server.files.set("/elnino.onnx", { bytes, tag: '"b"', ranges: true, breakAfter: 1000 });
   const controller = new AbortController();
   const options = { signal: controller.signal, onProgress: () => controller.abort() };
   await expect(remote(server.address("/elnino.onnx"), options)).rejects.toThrow(AbortedError);
