@@ -22,6 +22,10 @@ MAX_WHOLE = 1024  # numbers of an array that is compared as a whole
 SAMPLED = 256  # numbers of a larger array, or columns of logits
 TOP = 4  # greatest logits of a position
 MAX_STORED_INPUT = 512  # floats of a drawn input that are stored; a larger one is a pattern
+MAX_NUMBERS = 2**26  # of an array that is read from a file: a few words may describe any size
+DTYPES = frozenset(
+    ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+)  # of arrays that are read from a file
 _MASK = np.uint32(0xFFFFFFFF)
 
 
@@ -49,8 +53,12 @@ def encode_array(array: np.ndarray, seed: int | None = None) -> Json:
 
 
 def decode_array(json: Mapping[str, Any]) -> np.ndarray:
-    """Return the array that `encode_array` has described."""
+    """Return the array that `encode_array` has described. Raises ValueError for a type or a size that it has not."""
+    if str(json["dtype"]) not in DTYPES:
+        raise ValueError(f"an array has numbers of the type {json['dtype']!r:.80}")
     dtype, shape = np.dtype(json["dtype"]), tuple(json["shape"])
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > MAX_NUMBERS:
+        raise ValueError(f"an array has the shape {json['shape']!r:.80}; it may have {MAX_NUMBERS:,} numbers")
     if "pattern" in json:
         return pattern(json["pattern"], shape).astype(dtype)
     if "values" in json:
