@@ -70,7 +70,8 @@ def decode_array(json: Mapping[str, Any]) -> np.ndarray:
 def sample(array: np.ndarray, random: np.random.Generator) -> Json:
     """Return an array, or of a large one a seeded choice of its numbers, and facts about all of them.
 
-    minimum, maximum, argmax: of all numbers; the last one is an index of the array as one row.
+    minimum, maximum: of the finite numbers, because JSON has no infinity; 0 if there are none.
+    argmax: of all numbers, an index of the array as one row.
     """
     array = np.asarray(array)
     if array.dtype.kind == "f":
@@ -79,14 +80,21 @@ def sample(array: np.ndarray, random: np.random.Generator) -> Json:
         return encode_array(array)
     flat = array.ravel()
     places = np.sort(random.choice(flat.size, SAMPLED, replace=False))
+    minimum, maximum = _finite_range(flat)
     return {
         "shape": list(array.shape),
         "places": places.tolist(),
         "sample": encode_array(flat[places]),
-        "minimum": float(flat.min()),
-        "maximum": float(flat.max()),
+        "minimum": minimum,
+        "maximum": maximum,
         "argmax": int(flat.argmax()),
     }
+
+
+def _finite_range(array: np.ndarray) -> tuple[float, float]:
+    """Return the least and the greatest of the finite numbers of an array; zeros if there are none."""
+    finite = array[np.isfinite(array)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def sample_logits(logits: np.ndarray, positions: Sequence[int], columns: Sequence[int]) -> Json:
@@ -114,14 +122,17 @@ def array_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance:
         return f"the shape is {list(actual.shape)}, not {list(expected['shape'])}"
     if "places" not in expected:
         values, found = decode_array(expected), actual
-        span = float(np.ptp(values)) if values.size else 0.0
+        least, greatest = _finite_range(values)
+        span = greatest - least
     else:
         values, found = decode_array(expected["sample"]), actual.ravel()[expected["places"]]
         span = expected["maximum"] - expected["minimum"]
-        for name, number in (("minimum", float(actual.min())), ("maximum", float(actual.max()))):
+        for name, number in zip(("minimum", "maximum"), _finite_range(actual), strict=True):
             if not abs(number - expected[name]) <= tolerance * span:
                 return f"the {name} is {number:.6g}, not {expected[name]:.6g}"
-    return number_difference(values, found, tolerance * (span or max(1.0, float(np.abs(values).max(initial=0)))))
+    if not span:  # numbers that are all equal
+        span = max(1.0, *map(abs, _finite_range(values)))
+    return number_difference(values, found, tolerance * span)
 
 
 def number_difference(expected: np.ndarray, actual: np.ndarray, allowed: float) -> str | None:

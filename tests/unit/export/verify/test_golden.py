@@ -18,7 +18,7 @@ from tformer_export import export
 from tformer_export.golden_cli import command
 from tformer_export.verify.golden.record import golden_bytes, make_golden, write_golden
 from tformer_export.verify.golden.replay import differences, read_golden
-from tformer_export.verify.golden.values import decode_array, encode_array, pattern
+from tformer_export.verify.golden.values import array_difference, decode_array, encode_array, pattern, sample
 from tformer_models.language_model import LanguageModel
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import InputError, OutputError
@@ -203,6 +203,18 @@ def test_arrays_round_trip(array):
     read = decode_array(json.loads(json.dumps(encode_array(array))))
     assert (read.dtype, read.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(read, array)
+
+
+@pytest.mark.parametrize("count", [25, 2500])
+def test_numbers_next_to_an_infinity_are_compared(count):
+    array = np.linspace(-1, 1, count, dtype=np.float32)
+    array[3] = -np.inf
+    stored = sample(array, np.random.default_rng(0))
+    assert "Infinity" not in json.dumps(stored)  # which is no JSON
+    assert array_difference(stored, array, 1e-3) is None
+    assert array_difference(stored, array + np.float32(0.5), 1e-3)
+    finite = np.where(np.isfinite(array), array, 0)
+    assert (array_difference(stored, finite, 1e-3) is None) == (3 not in stored.get("places", [3]))
 
 
 def test_places_are_refused_before_the_export(tmp_path):
