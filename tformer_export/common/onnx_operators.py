@@ -135,22 +135,7 @@ def multi_head_attention(
     # The operator supports none of these.
     if not isinstance(heads, int) or key.shape[1] != heads or key.shape[3] != value.shape[3] or softcap:
         return plain_attention(query, key, value, bias, scale, softcap)
-    inputs: list[Any] = [_rows(query), key, value]
-    if bias is not None:
-        bias = _additive(bias)
-        bias = bias[(None,) * (4 - bias.dim())]
-        bias = bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])
-        inputs += [None, None, bias]
-    rows = (*inputs[0].shape[:2], heads * value.shape[3])
-    out = onnx_ops.symbolic(
-        "com.microsoft::MultiHeadAttention",
-        inputs,
-        {"num_heads": heads, "scale": scale},
-        dtype=query.dtype,
-        shape=rows,
-        version=1,
-    )
-    return _heads(out, heads)
+    return _multi_head(query, key, value, None if bias is None else _additive(bias), scale)
 
 
 def whole_attention(
@@ -186,18 +171,28 @@ def self_attention(
     is_masked = bias is None or bias.dtype == torch.bool
     if softcap or not is_masked or not _looks_at_itself(query, key, value):
         return plain_attention(query, key, value, bias, scale, softcap)
-    inputs: list[Any] = [_rows(x) for x in (query, key, value)]
+    bias = None if bias is None else torch.where(bias, 0.0, LEAST_HALF_BIAS)
+    return _multi_head(query, _rows(key), _rows(value), bias, scale)
+
+
+def _multi_head(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Call MultiHeadAttention. Keys and values are by head, (B, H, S, D), or rows with their heads joined, (B, S, H·D).
+
+    bias: added to the scores; broadcasts to (B, H, N, S).
+    """
+    heads, rows = query.shape[1], _rows(query)
+    inputs: list[Any] = [rows, key, value]
     if bias is not None:
-        bias = torch.where(bias, 0.0, LEAST_HALF_BIAS)
         bias = bias[(None,) * (4 - bias.dim())]
-        inputs += [None, None, bias.expand(*bias.shape[:2], query.shape[2], key.shape[2])]
-    heads = query.shape[1]
+        inputs += [None, None, bias.expand(*bias.shape[:2], query.shape[2], key.shape[-2])]
     out = onnx_ops.symbolic(
         "com.microsoft::MultiHeadAttention",
         inputs,
         {"num_heads": heads, "scale": scale},
         dtype=query.dtype,
-        shape=inputs[0].shape,
+        shape=rows.shape,
         version=1,
     )
     return _heads(out, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,13 +57,21 @@ def differences(golden: Mapping[str, Any], path: Path) -> Iterator[str]:
         try:
             yield from _Replay(model, golden).differences()
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise InputError(f"the golden file is damaged, or belongs to a model of another kind ({reason})") from error
+            raise _damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _damaged(reason: str) -> InputError:
+    return InputError(f"the golden file is damaged, or belongs to a model of another kind ({reason})")
 
 
 class _Replay:
     def __init__(self, model: Model, golden: Mapping[str, Any]) -> None:
         self.model, self.golden, self.tolerance = model, golden, float(golden["tolerance"])
+        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
+            raise _damaged(f"its tolerance is {self.tolerance}")
+        has_stage = {"outputs": model.manifest.decode is None, "decode": model.manifest.decode is not None}
+        if not golden.get(kind := next(kind for kind, has in has_stage.items() if has)):
+            raise _damaged(f"it has no {kind}, which the golden file of {model.engine.session.path} has")
 
     def differences(self) -> Iterator[str]:
         for kind, compare in (
@@ -79,6 +88,9 @@ class _Replay:
     def _outputs(self, case: Mapping[str, Any]) -> Iterator[str]:
         rows = run_outputs(self.model.engine, case)
         for row, (actual, expected) in enumerate(zip(rows, case["expected"], strict=True)):
+            if difference := _names_difference(expected, actual):
+                yield f"row {row}: {difference}"
+                continue
             for name, values in expected.items():
                 if difference := array_difference(values, actual[name], self.tolerance):
                     yield f"row {row}: {name}: {difference}"
@@ -90,8 +102,10 @@ class _Replay:
                 difference = array_difference(expected["outputs"], actual.logits, self.tolerance)
             else:
                 difference = logits_difference(expected["logits"], actual.logits, self.tolerance)
+            difference = difference or _names_difference(expected["extras"], actual.extras)
             if difference:
                 yield f"row {row}: {difference}"
+                continue
             for name, values in expected["extras"].items():
                 if difference := array_difference(values, actual.extras[name], self.tolerance):
                     yield f"row {row}: {name}: {difference}"
@@ -164,6 +178,12 @@ class _Replay:
                 )
             ):
                 yield f"results {number}: {place}"
+
+
+def _names_difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:
+    """Return how the names of the outputs differ; None if they do not."""
+    names = [", ".join(sorted(outputs)) or "none" for outputs in (actual, expected)]
+    return f"the outputs are {names[0]}, not {names[1]}" if names[0] != names[1] else None
 
 
 def _first_difference(actual: Any, expected: Any, tolerance: float, place: str = "") -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 from tformer_export.verify.golden.draws import adapter_name
 from tformer_export.verify.golden.values import Json, decode_array
 from tformer_export.verify.teacher_forcing import by_name, padded
+from tformer_runtime.base.errors import InputError
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import ADAPTER_INPUT
@@ -37,6 +38,9 @@ def run_decode(engine: Engine, case: Mapping[str, Any]) -> list[DecodedRow]:
     requests = [arrays_of(row["inputs"]) for row in case["rows"]]
     tokens = [decode_array(row["tokens"]) for row in case["rows"]]
     counts = np.array(case["prompts"])
+    for row, count in zip(tokens, counts, strict=True):
+        if min([count, *case["steps"]]) < 1 or len(row) != count + sum(case["steps"]):
+            raise InputError(f"a row of {len(row)} tokens does not have the prompt and the steps of its case")
     names = [extra.name for extra in engine.manifest.extras]
     state = engine.start(by_name(requests), len(tokens), extras=names)
     prompts = padded([row[:count] for row, count in zip(tokens, counts, strict=True)])

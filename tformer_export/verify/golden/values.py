@@ -22,6 +22,10 @@ MAX_WHOLE = 1024  # numbers of an array that is compared as a whole
 SAMPLED = 256  # numbers of a larger array, or columns of logits
 TOP = 4  # greatest logits of a position
 MAX_STORED_INPUT = 512  # floats of a drawn input that are stored; a larger one is a pattern
+MAX_NUMBERS = 2**26  # of an array that is read from a file: a few words may describe any size
+DTYPES = frozenset(
+    ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+)  # of arrays that are read from a file
 _MASK = np.uint32(0xFFFFFFFF)
 
 
@@ -49,8 +53,12 @@ def encode_array(array: np.ndarray, seed: int | None = None) -> Json:
 
 
 def decode_array(json: Mapping[str, Any]) -> np.ndarray:
-    """Return the array that `encode_array` has described."""
+    """Return the array that `encode_array` has described. Raises ValueError for a type or a size that it has not."""
+    if str(json["dtype"]) not in DTYPES:
+        raise ValueError(f"an array has numbers of the type {json['dtype']!r:.80}")
     dtype, shape = np.dtype(json["dtype"]), tuple(json["shape"])
+    if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) > MAX_NUMBERS:
+        raise ValueError(f"an array has the shape {json['shape']!r:.80}; it may have {MAX_NUMBERS:,} numbers")
     if "pattern" in json:
         return pattern(json["pattern"], shape).astype(dtype)
     if "values" in json:
@@ -62,7 +70,8 @@ def decode_array(json: Mapping[str, Any]) -> np.ndarray:
 def sample(array: np.ndarray, random: np.random.Generator) -> Json:
     """Return an array, or of a large one a seeded choice of its numbers, and facts about all of them.
 
-    minimum, maximum, argmax: of all numbers; the last one is an index of the array as one row.
+    minimum, maximum: of the finite numbers, because JSON has no infinity; 0 if there are none.
+    argmax: of all numbers, an index of the array as one row.
     """
     array = np.asarray(array)
     if array.dtype.kind == "f":
@@ -71,14 +80,21 @@ def sample(array: np.ndarray, random: np.random.Generator) -> Json:
         return encode_array(array)
     flat = array.ravel()
     places = np.sort(random.choice(flat.size, SAMPLED, replace=False))
+    minimum, maximum = _finite_range(flat)
     return {
         "shape": list(array.shape),
         "places": places.tolist(),
         "sample": encode_array(flat[places]),
-        "minimum": float(flat.min()),
-        "maximum": float(flat.max()),
+        "minimum": minimum,
+        "maximum": maximum,
         "argmax": int(flat.argmax()),
     }
+
+
+def _finite_range(array: np.ndarray) -> tuple[float, float]:
+    """Return the least and the greatest of the finite numbers of an array; zeros if there are none."""
+    finite = array[np.isfinite(array)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 def sample_logits(logits: np.ndarray, positions: Sequence[int], columns: Sequence[int]) -> Json:
@@ -106,14 +122,17 @@ def array_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance:
         return f"the shape is {list(actual.shape)}, not {list(expected['shape'])}"
     if "places" not in expected:
         values, found = decode_array(expected), actual
-        span = float(np.ptp(values)) if values.size else 0.0
+        least, greatest = _finite_range(values)
+        span = greatest - least
     else:
         values, found = decode_array(expected["sample"]), actual.ravel()[expected["places"]]
         span = expected["maximum"] - expected["minimum"]
-        for name, number in (("minimum", float(actual.min())), ("maximum", float(actual.max()))):
+        for name, number in zip(("minimum", "maximum"), _finite_range(actual), strict=True):
             if not abs(number - expected[name]) <= tolerance * span:
                 return f"the {name} is {number:.6g}, not {expected[name]:.6g}"
-    return number_difference(values, found, tolerance * (span or max(1.0, float(np.abs(values).max(initial=0)))))
+    if not span:  # numbers that are all equal
+        span = max(1.0, *map(abs, _finite_range(values)))
+    return number_difference(values, found, tolerance * span)
 
 
 def number_difference(expected: np.ndarray, actual: np.ndarray, allowed: float) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import onnx
@@ -17,7 +18,7 @@ from tformer_export import export
 from tformer_export.golden_cli import command
 from tformer_export.verify.golden.record import golden_bytes, make_golden, write_golden
 from tformer_export.verify.golden.replay import differences, read_golden
-from tformer_export.verify.golden.values import decode_array, encode_array, pattern
+from tformer_export.verify.golden.values import array_difference, decode_array, encode_array, pattern, sample
 from tformer_models.language_model import LanguageModel
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import InputError, OutputError
@@ -205,6 +206,18 @@ def test_arrays_round_trip(array):
     np.testing.assert_array_equal(read, array)
 
 
+@pytest.mark.parametrize("count", [25, 2500])
+def test_numbers_next_to_an_infinity_are_compared(count):
+    array = np.linspace(-1, 1, count, dtype=np.float32)
+    array[3] = -np.inf
+    stored = sample(array, np.random.default_rng(0))
+    assert "Infinity" not in json.dumps(stored)  # which is no JSON
+    assert array_difference(stored, array, 1e-3) is None
+    assert array_difference(stored, array + np.float32(0.5), 1e-3)
+    finite = np.where(np.isfinite(array), array, 0)
+    assert (array_difference(stored, finite, 1e-3) is None) == (3 not in stored.get("places", [3]))
+
+
 def test_places_are_refused_before_the_export(tmp_path):
     module = LanguageModel(vocabulary=20, width=16, heads=2, layers=1, feedforward=32, max_length=20).eval()
     (tmp_path / "there.json").write_text("{}")
@@ -239,9 +252,79 @@ def test_command_writes_and_checks(files, tmp_path):
     assert len(wrong_kind.stderr.splitlines()) == 1
 
 
+def test_command_never_replaces_the_model(files, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(files["scores"].read_bytes())
+    (tmp_path / "link.json").symlink_to(path)
+    for place in (path, tmp_path / "link.json", tmp_path / "model.onnx.data"):
+        refused = run(path, "-o", place, "--force")
+        assert (refused.exit_code, "is the model's own place" in refused.stderr) == (1, True)
+    assert path.read_bytes() == files["scores"].read_bytes()
+
+
+def test_command_refuses_places_and_options_before_the_work(files, tmp_path):
+    for model, arguments, message in (
+        (".", [], ". is no file: give a model file"),
+        (tmp_path / "none.onnx", [], "none.onnx does not exist"),
+        (files["scores"], ["-o", tmp_path, "--force"], "it is a folder"),
+        (files["scores"], ["-o", tmp_path / "none" / "golden.json"], "there is no folder"),
+    ):
+        refused = run(model, *arguments)
+        assert refused.exit_code == 1
+        assert message in refused.stderr
+    for option in (["--force"], ["--seed", 0], ["-o", tmp_path / "golden.json"]):
+        assert run(files["scores"], "--check", tmp_path / "golden.json", *option).exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_golden_file_of_another_kind_of_model_is_refused(files):
+    for one, other in (("scores", "decoder-only"), ("decoder-only", "scores")):
+        with pytest.raises(InputError, match="belongs to a model of another kind"):
+            list(differences(make_golden(files[one]), files[other]))
+
+
+HUGE = {"dtype": "int64", "shape": [10**9], "pattern": 1}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["tolerance"], math.inf),
+        (["tolerance"], -1),
+        (["tolerance"], math.nan),
+        (["decode"], []),
+        (["decode", 0, "rows", 0, "tokens"], HUGE),
+        (["decode", 0, "rows", 0, "tokens"], {**HUGE, "shape": [-1]}),
+        (["decode", 0, "rows", 0, "tokens", "dtype"], "V1000000000"),
+        (["decode", 0, "rows", 0, "tokens", "dtype"], []),
+        (["decode", 0, "steps", 0], 10**9),
+        (["decode", 0, "steps", 0], 0),
+        (["decode", 0, "prompts", 0], -1),
+        (["decode", 0, "expected", 0, "logits", "maximum"], {**HUGE, "dtype": "float32"}),
+    ],
+)
+def test_changed_golden_file_is_refused(files, place, value):
+    golden = make_golden(files["decoder-only"])
+    *path, last = place
+    inner = golden
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    with pytest.raises(InputError, match=r"is damaged|does not have the prompt and the steps"):
+        list(differences(golden, files["decoder-only"]))
+
+
+def test_missing_outputs_are_a_difference(files):
+    golden = make_golden(files["scores"])
+    golden["outputs"][0]["expected"][0] = {}
+    (difference,) = differences(golden, files["scores"])
+    assert difference.startswith("outputs 0 (one row): row 0: the outputs are ")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"format": "tformer-golden", "version": 1, "tolerance": 0.001}', "it has no decode"),
         ("{", "is no golden file"),
         ("[]", "is no golden file"),
         ('{"format": "tformer-golden", "version": 99}', "is of version 99"),
