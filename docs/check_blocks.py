@@ -155,7 +155,9 @@ def check_block(block: Block, output: Block | None, page: Path, folder: Path, na
         return int(diff is not None)
 
     if block.title:
-        (folder / block.title).write_text(block.text, encoding="utf-8")
+        path = folder / block.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(block.text, encoding="utf-8")
     elif block.language in ("console", "python") and (reason := NOT_RUN.search(block.rules)):
         print(f"skip {name}:{block.line} not run: {reason[1]}")
     elif block.language == "console":
