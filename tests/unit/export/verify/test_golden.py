@@ -31,6 +31,7 @@ TOYS = {
     "carries": Toy(encoder=False, carries=True),
     "extra outputs": Toy(extras=True, stride=2),
     "short": Toy(encoder=False, max_length=4),
+    "shortest": Toy(encoder=False, max_length=2),
     "no tokenizer": Toy(tokenizer=False),
 }
 
