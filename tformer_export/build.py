@@ -6,6 +6,7 @@ Each step takes the values of the steps before it and returns new ones. Nothing 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -122,6 +123,8 @@ def _write(
         golden = golden_bytes(make_golden(written))
     with clock.phase("write"), replaced_file(Path(options.golden)) as file:  # it takes its place after the model
         file.write(golden)
+        file.flush()
+        os.fsync(file.fileno())  # a full disk is noticed before the model takes its place
         return publish(written, out)
 
 

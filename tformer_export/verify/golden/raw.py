@@ -71,7 +71,8 @@ def _generation_texts(model: Model, random: np.random.Generator) -> list[Json]:
         except InputError:
             continue
         lengths = [len(ids) for ids in sources.values() if ids.ndim]
-        if max([len(prompt), *lengths]) <= max(2, manifest.max_length // 2):
+        room = manifest.max_length - 1  # a prompt needs room for a token
+        if max([len(prompt), *lengths]) <= min(room, max(2, manifest.max_length // 2)):
             kept.append({"text": text})
     return kept[:MAX_GENERATION_TEXTS]
 

@@ -22,7 +22,7 @@ MAX_WHOLE = 1024  # numbers of an array that is compared as a whole
 SAMPLED = 256  # numbers of a larger array, or columns of logits
 TOP = 4  # greatest logits of a position
 MAX_STORED_INPUT = 512  # floats of a drawn input that are stored; a larger one is a pattern
-MAX_NUMBERS = 2**26  # of an array that is read from a file: a few words may describe any size
+MAX_NUMBERS = 2**24  # of an array that is read from a file: a few words may describe any size
 DTYPES = frozenset(
     ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 )  # of arrays that are read from a file

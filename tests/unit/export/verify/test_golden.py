@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import onnx
@@ -31,6 +33,7 @@ TOYS = {
     "carries": Toy(encoder=False, carries=True),
     "extra outputs": Toy(extras=True, stride=2),
     "short": Toy(encoder=False, max_length=4),
+    "shortest": Toy(encoder=False, max_length=2),
     "no tokenizer": Toy(tokenizer=False),
 }
 
@@ -229,6 +232,21 @@ def test_places_are_refused_before_the_export(tmp_path):
         with pytest.raises(OutputError, match=message):
             export(module, tmp_path / "model.onnx", {"ids": IDS}, "ids", golden=place)
     assert [file.name for file in tmp_path.iterdir()] == ["there.json"]
+
+
+def test_neither_file_is_written_if_the_disk_is_full(tmp_path, monkeypatch):
+    sync, place = os.fsync, tmp_path / "golden.json"
+
+    def full(descriptor):
+        if os.path.samestat(os.fstat(descriptor), os.stat(place.with_name(".golden.json.part"))):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    module = LanguageModel(vocabulary=20, width=16, heads=2, layers=1, feedforward=32, max_length=20).eval()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match=r"golden\.json cannot be written: No space left"):
+        export(module, tmp_path / "model.onnx", {"ids": IDS}, "ids", special_tokens=TOKENS, golden=place)
+    assert list(tmp_path.iterdir()) == []
 
 
 def run(*arguments):
