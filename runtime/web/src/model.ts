@@ -25,8 +25,8 @@ import {
 } from "./format/manifest.js";
 import { loadParts, type ModelParts } from "./modelParts.js";
 import type { Progress } from "./loading/download.js";
-import { readSource, type ModelAddress } from "./loading/source.js";
-import { storeOf, type ModelStore } from "./loading/store.js";
+import type { ModelAddress } from "./loading/source.js";
+import type { ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
 import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
@@ -139,6 +139,11 @@ export class Model {
         throw new OptionError("worker must be false outside a page: a worker of a page runs the model", "worker");
       return (await import("./remoteModel.js")).loadInWorker(address, options);
     }
+    // A page whose models are in workers does not load their code.
+    const [{ readSource }, { storeOf }] = await Promise.all([
+      import("./loading/source.js"),
+      import("./loading/store.js"),
+    ]);
     const store = await storeOf(options.cache);
     if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
     const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });

@@ -6,7 +6,7 @@ import { closedError } from "./backend/session.js";
 import type { CallOptions, Chat, Turn } from "./chat.js";
 import type { Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
-import type { ModelAddress } from "./loading/source.js";
+import { absoluteAddress, type ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
 import type { BatchOptions, LoadOptions, Model, PredictOptions } from "./model.js";
 import type { Sound } from "./preprocess/audio.js";
@@ -95,10 +95,10 @@ export class RemoteModel implements Public<Model> {
     if (hasStore) this.store = cache;
     const sent: Record<string, unknown> = { ...rest };
     if (cache !== undefined && !hasStore) sent["cache"] = cache;
-    if (rest.wasmUrl !== undefined) sent["wasmUrl"] = absolute(rest.wasmUrl);
+    if (rest.wasmUrl !== undefined) sent["wasmUrl"] = absoluteAddress(String(rest.wasmUrl));
     const isText = typeof address === "string" || address instanceof URL;
     const call: LoadCall = {
-      address: isText ? absolute(address) : address,
+      address: isText ? absoluteAddress(String(address)) : address,
       options: sent,
       hasProgress: onProgress !== undefined,
       hasStore,
@@ -302,11 +302,6 @@ class RemoteChat implements Public<Chat> {
     this.turns.push({ message, result: result as Result, ids });
     return result as Result;
   }
-}
-
-function absolute(address: string | URL): string {
-  const base = (globalThis as { document?: Document }).document?.baseURI;
-  return base === undefined ? String(address) : new URL(address, base).href;
 }
 
 /** Throw UnsupportedCallError for an option that no message can hold. */

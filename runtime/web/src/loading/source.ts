@@ -42,7 +42,14 @@ export async function readSource(address: ModelAddress, options: SourceOptions):
   }
   const text = String(address);
   if (isNode() && (text.startsWith("file:") || !/^(https?|data|blob):/.test(text))) return fromDisk(address, options);
-  return fromServer(text, options);
+  return fromServer(absoluteAddress(text), options);
+}
+
+/** Return the whole address of a file beside the page: stores are shared by all pages of a site. */
+export function absoluteAddress(address: string): string {
+  const { document, location } = globalThis as { document?: Document; location?: Location };
+  const base = document?.baseURI ?? location?.href;
+  return base === undefined ? address : new URL(address, base).href;
 }
 
 async function ofBytes(name: string, bytes: Uint8Array, options: SourceOptions): Promise<ModelSource> {
