@@ -52,14 +52,20 @@ class TextWindow:
     in_text: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, encoding: Encoding) -> TextWindow:
+    def of(cls, encoding: Encoding, last_text: int) -> TextWindow:
+        """last_text: 1 of a pair, 0 of a text. Without a post-processor the library forgets to which text of a pair the
+        tokens of later windows belong: to the last one.
+        """
+        in_text = np.array(encoding.special_tokens_mask) == 0
+        texts = _none_as_minus_1(encoding.sequence_ids)
+        texts[in_text & (texts < 0)] = last_text
         return cls(
             np.array(encoding.ids, np.int64),
             np.array(encoding.type_ids, np.int64),
             np.array(encoding.offsets, np.int64).reshape(-1, 2),
             _none_as_minus_1(encoding.word_ids),
-            _none_as_minus_1(encoding.sequence_ids),
-            np.array(encoding.special_tokens_mask) == 0,
+            texts,
+            in_text,
         )
 
 
@@ -120,7 +126,7 @@ class TextReader:
 
     def window(self, text: str | Pair, max_tokens: int | None = None) -> TextWindow:
         """Tokenize as `read` does, with the offsets of each token."""
-        return TextWindow.of(self._encode(text, max_tokens))
+        return TextWindow.of(self._encode(text, max_tokens), int(not isinstance(text, str)))
 
     def windows(self, text: str | Pair, max_tokens: int, stride: int) -> list[TextWindow]:
         """Tokenize a text in windows. Of a pair, each window has the whole first text and a part of the second.
@@ -137,7 +143,8 @@ class TextReader:
                 "windows"
             )
         encoding = self._encode(text, max_tokens, stride if stride < room else room // 2)
-        return [TextWindow.of(encoding), *map(TextWindow.of, encoding.overflowing)]
+        last_text = int(not isinstance(text, str))
+        return [TextWindow.of(window, last_text) for window in (encoding, *encoding.overflowing)]
 
     def room(self, max_tokens: int, repeated: str | Pair = "") -> int:
         """Return the tokens that a window has for a text, besides special tokens and a text that every window has."""
