@@ -245,15 +245,6 @@ export class Inputs {
     return windows;
   }
 
-  /** Return the arrays of the inputs of the model for a window. */
-  windowArrays({ ids, types }: TextWindow): Sources {
-    const arrays = new Map([[this.textInput.spec.name, numberArray(ids, [ids.length])]]);
-    for (const spec of this.manifest.encode!.inputs) {
-      if (spec.role === "types") arrays.set(spec.name, numberArray(types, [types.length]));
-    }
-    return arrays;
-  }
-
   private read(spec: RequestInput, value: Value, truncate: boolean): { ids: Int32Array; types: Int32Array } {
     const maxTokens = truncate ? spec.maxLength : undefined;
     let ids: Int32Array;
