@@ -318,8 +318,7 @@ export class Model {
 
   /** Return the labels of each input and their probabilities. Options as of `predict`, with topK. */
   async classify(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Classification[]> {
-    if (this.task("classify").call !== "classify()") throw this.otherTask("classify");
-    return (await collected(this.predictBatch(severalInputs(inputs), options))) as Classification[];
+    return this.resultsOf<Classification>("classify", "classify()", inputs, options);
   }
 
   /** Return a vector for each input. Options as of `predict`. */
@@ -338,8 +337,7 @@ export class Model {
    * (see `tasks/tokenClassification`).
    */
   async entities(texts: Iterable<string>, options: PredictOptions = {}): Promise<Span[][]> {
-    if (this.task("label spans").call !== "entities()") throw this.otherTask("label spans");
-    return (await collected(this.predictBatch(severalInputs(texts), options))) as Span[][];
+    return this.resultsOf<Span[]>("label spans", "entities()", texts, options);
   }
 
   /**
@@ -349,14 +347,23 @@ export class Model {
    * `tasks/questionAnswering`).
    */
   async answer(pairs: Iterable<Input>, options: PredictOptions = {}): Promise<Answer[]> {
-    if (this.task("answer").call !== "answer()") throw this.otherTask("answer");
-    return (await collected(this.predictBatch(severalInputs(pairs), options))) as Answer[];
+    return this.resultsOf<Answer>("answer", "answer()", pairs, options);
   }
 
   /** Return the most probable tokens for each mask of each text. Options as of `predict`, with topK and candidateTokens. */
   async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
-    if (this.task("fill").call !== "fill()") throw this.otherTask("fill");
-    return (await collected(this.predictBatch(severalInputs(inputs), options))) as Filled[];
+    return this.resultsOf<Filled>("fill", "fill()", inputs, options);
+  }
+
+  /** Return the results of a task with this call. verb: of the caller, for the error of another task. */
+  private async resultsOf<T>(
+    verb: string,
+    call: string,
+    inputs: Iterable<Input>,
+    options: PredictOptions,
+  ): Promise<T[]> {
+    if (this.task(verb).call !== call) throw this.otherTask(verb);
+    return (await collected(this.predictBatch(severalInputs(inputs), options))) as T[];
   }
 
   /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */

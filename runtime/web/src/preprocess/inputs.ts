@@ -240,25 +240,13 @@ export class Inputs {
     const { spec } = this.textInput;
     const { truncate = false, maxTokens = spec.maxLength, stride } = options;
     const isWindowed = stride !== undefined && maxTokens !== undefined;
-    const checked = (one: string) => {
-      if (!isWindowed) return this.readable(spec.name, one, truncate);
-      this.checkTextLength(one, MAX_WINDOWED_CHARACTERS);
-      return one;
-    };
+    const longest = isWindowed ? MAX_WINDOWED_CHARACTERS : undefined;
+    const checked = (one: string) => this.readable(spec.name, one, truncate, longest);
     const checkedText = typeof text === "string" ? checked(text) : ([checked(text[0]), checked(text[1])] as const);
     const limit = isWindowed || truncate ? maxTokens : undefined;
     const windows = reader.windows(checkedText, limit, isWindowed ? stride : undefined);
-    for (const window of windows) this.checkLengthAndIds(spec, window.ids);
+    windows.forEach(({ ids }) => this.checkLengthAndIds(spec, ids));
     return windows;
-  }
-
-  /** Return the arrays of the inputs of the model for a window. */
-  windowArrays({ ids, types }: TextWindow): Sources {
-    const arrays = new Map([[this.textInput.spec.name, numberArray(ids, [ids.length])]]);
-    for (const spec of this.manifest.encode!.inputs) {
-      if (spec.role === "types") arrays.set(spec.name, numberArray(types, [types.length]));
-    }
-    return arrays;
   }
 
   private read(spec: RequestInput, value: Value, truncate: boolean): { ids: Int32Array; types: Int32Array } {
@@ -280,8 +268,7 @@ export class Inputs {
   }
 
   /** Return a text of which no more is left than a tokenizer reads at once. cut: whether its ids will be cut. */
-  private readable(name: string, text: string, cut: boolean): string {
-    const limit = this.maxCharacters(name);
+  private readable(name: string, text: string, cut: boolean, limit = this.maxCharacters(name)): string {
     if (cut && text.length > limit) text = text.slice(0, limit).replace(/[\ud800-\udbff]$/, "");
     this.checkTextLength(text, limit);
     return text;

@@ -1,10 +1,22 @@
 /** Texts and pairs in windows, with the place of each token in its text, for tasks whose results are parts of a text. */
 
+import { Tokenizer } from "@huggingface/tokenizers";
+import { numberArray } from "../base/arrays.js";
 import { InputError, ModelFileError } from "../base/errors.js";
+import type { Manifest } from "../format/manifest.js";
+import type { Sources } from "../format/sizes.js";
 import { AlignedText } from "./alignedText.js";
 import { normalized, preTokenized, type Compiled, type StepJson } from "./alignedSteps.js";
 import type { Pair } from "./textReader.js";
-import { checkText, readingTokenizer, SPACE, WORD, type AddedTokenJson, type TokenizerParts } from "./tokenizer.js";
+import {
+  checkText,
+  readingTokenizer,
+  SPACE,
+  WORD,
+  type AddedTokenJson,
+  type Parts,
+  type TokenizerParts,
+} from "./tokenizer.js";
 
 /** A token: its id, the characters from `start` to `end` of its text, and the number of its word in the text. */
 interface PlacedToken {
@@ -56,7 +68,7 @@ export class WindowReader {
       .filter((one) => one.content && (one.normalized ?? !one.special))
       .map((one) => ({ ...one, content: this.normal(AlignedText.of(one.content)).text }));
     this.trims = trimsOf(json.post_processor);
-    this.model = parts.modelWithoutAdded();
+    this.model = modelWithoutAdded(parts);
     this.tokens("a"); // refuses steps that are unknown before the first input
   }
 
@@ -216,6 +228,23 @@ export class WindowReader {
     const steps = (normalizers ?? pretokenizers ?? []) as unknown[];
     steps.forEach((one, i) => this.collectPatterns(one, (inner?.normalizers ?? inner?.tokenizers)?.[i]));
   }
+}
+
+/** Return the arrays of the inputs of a model for a window. name: of the input that reads the text. */
+export function windowArrays({ encode }: Manifest, name: string, { ids, types }: TextWindow): Sources {
+  const arrays = new Map([[name, numberArray(ids, [ids.length])]]);
+  for (const spec of encode!.inputs) {
+    if (spec.role === "types") arrays.set(spec.name, numberArray(types, [types.length]));
+  }
+  return arrays;
+}
+
+/** Return the function from pieces to tokens of a vocabulary without added tokens, which stand alone in a text. */
+function modelWithoutAdded({ parts, json, patched }: TokenizerParts): (pieces: string[]) => string[] {
+  if (json.model.type !== "WordPiece" || !json.added_tokens?.length) return parts.model;
+  // The package finds added tokens in words.
+  const alone = readingTokenizer(() => new Tokenizer({ ...patched, added_tokens: [] }, {}));
+  return (alone as unknown as Parts).model;
 }
 
 /** Split a text at added tokens, of several the longest. Each part is with the added token that it is. */

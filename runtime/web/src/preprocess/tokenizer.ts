@@ -69,7 +69,7 @@ function withUnicodeWords(part: unknown): unknown {
 }
 
 /** The functions of the package that its types hide. */
-type Parts = {
+export type Parts = {
   readonly normalizer: ((text: string) => string) | null;
   readonly pre_tokenizer: ((text: string) => string[]) | null;
   readonly model: (pieces: string[]) => string[];
@@ -121,15 +121,6 @@ export class TokenizerParts {
   /** Return the id of a token; that of the unknown token for an unknown one. */
   id(token: string): number {
     return this.tokenizer.token_to_id(token) ?? this.unknown ?? -1;
-  }
-
-  /** Return the function from pieces to tokens of a vocabulary without added tokens, which stand alone in a text. */
-  modelWithoutAdded(): (pieces: string[]) => string[] {
-    const { model } = this.parts;
-    if (this.json.model.type !== "WordPiece" || !this.json.added_tokens?.length) return model;
-    // The package finds added tokens in words.
-    const alone = readingTokenizer(() => new Tokenizer({ ...this.patched, added_tokens: [] }, {}));
-    return (alone as unknown as Parts).model;
   }
 
   /** Return tokens with the special tokens of the tokenizer around them, and their types. */

@@ -16,7 +16,7 @@ import { checkBoolean, checkInt } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import { isPair, type Input, type Inputs } from "../preprocess/inputs.js";
 import { TextReader } from "../preprocess/textReader.js";
-import { WindowReader, type TextWindow } from "../preprocess/textWindows.js";
+import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 
 /**
@@ -112,7 +112,10 @@ export class QuestionAnswering extends Task<Answer, Settings> {
       throw new InputError("the context is empty");
     }
     const details: Details = { characters: [...context], windows };
-    return { requests: windows.map((window) => inputs.windowArrays(window)), details };
+    return {
+      requests: windows.map((window) => windowArrays(this.manifest, inputs.textInput.spec.name, window)),
+      details,
+    };
   }
 
   makeResult(reading: TaskInput, outputs: readonly Outputs[], settings: Settings): Answer {

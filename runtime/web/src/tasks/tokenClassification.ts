@@ -18,7 +18,7 @@ import { checkInt, invalidValue, shown } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Input, Inputs } from "../preprocess/inputs.js";
 import { TextReader } from "../preprocess/textReader.js";
-import { WindowReader, type TextWindow } from "../preprocess/textWindows.js";
+import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 import { softmax } from "./classification.js";
 
@@ -157,7 +157,10 @@ export class TokenClassification extends Task<Span[], Settings> {
     }
     const windows = inputs.windows(input, this.windowReader, { truncate, stride: settings.docStride });
     const details: Details = { characters: [...input], windows };
-    return { requests: windows.map((window) => inputs.windowArrays(window)), details };
+    return {
+      requests: windows.map((window) => windowArrays(this.manifest, inputs.textInput.spec.name, window)),
+      details,
+    };
   }
 
   makeResult(reading: TaskInput, outputs: readonly Outputs[], settings: Settings): Span[] {

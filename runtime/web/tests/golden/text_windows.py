@@ -156,7 +156,8 @@ def main() -> None:
                 "cut": [[text, plain(reader.window(text, 7))] for text in texts[:20]],
                 "windows": [
                     [text, size, stride, [plain(window) for window in reader.windows(text, size, stride)]]
-                    for text in [*long, *pairs]
+                    # Without a post-processor the library forgets the text of a pair's tokens in later windows.
+                    for text in [*long, *(pairs if tokenizer.post_processor else [])]
                     for size, stride in ((9, 0), (12, 3), (20, 40))
                     if reader.room(size, "" if isinstance(text, str) else (text[0], "")) > 0
                 ],

@@ -76,7 +76,7 @@ test("wrong calls are refused in one sentence", async () => {
   await expect(spans.entities(["a"], { aggregation: "last" })).rejects.toThrow(
     'aggregation must be one of none, simple, first, average, max, not "last"',
   );
-  await expect(spans.entities(["a"], { ignoreLabels: ["X"] })).rejects.toThrow("ignoreLabels names 'X'");
+  await expect(spans.entities(["a"], { ignoreLabels: ["X"] })).rejects.toThrow('ignoreLabels names "X"');
   await expect(spans.entities(["a"], { docStride: 10 })).rejects.toThrow(
     "docStride must be less than the 10 tokens of text in a window, not 10",
   );
