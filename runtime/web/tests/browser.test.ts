@@ -94,8 +94,9 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
     const folder = join(scripts, "vite");
     mkdirSync(join(folder, "node_modules"), { recursive: true });
     symlinkSync(PACKAGE, join(folder, "node_modules", "tformer"));
-    for (const name of ["vite/index.html", "vite/main.js"]) writeFileSync(join(scripts, name), example(name));
-    await viteBuild({ root: folder, configFile: false, logLevel: "error" });
+    for (const name of ["vite/index.html", "vite/main.js", "vite/vite.config.js"])
+      writeFileSync(join(scripts, name), example(name));
+    await viteBuild({ root: folder, configFile: join(folder, "vite.config.js"), logLevel: "error" });
     const files = { "/models/": `${dirname(modelPath("g2p"))}/`, "/": `${folder}/dist/` };
     const server = await PageServer.start(files, true);
     const page = await browser.newPage();

@@ -27,7 +27,7 @@ export function goldenOf(name: string): Json {
 /** Make the files. Vitest runs it once, before all tests. */
 export default function setup(): void {
   execFileSync(PYTHON, [join(import.meta.dirname, "export_models.py"), FOLDER], {
-    env: { ...process.env, OMP_NUM_THREADS: "1", PYTHONDONTWRITEBYTECODE: "1" },
+    env: { ...process.env, TFORMER_KERNELS: "0", OMP_NUM_THREADS: "1", PYTHONDONTWRITEBYTECODE: "1" },
     stdio: ["ignore", "inherit", "inherit"],
   });
 }
