@@ -3,10 +3,10 @@ import { defineConfig } from "vitest/config";
 export default defineConfig({
   test: {
     include: ["tests/**/*.test.ts"],
-    globalSetup: ["tests/support/models.ts"],
+    globalSetup: ["tests/support/models.ts", "tests/support/build.ts"],
     testTimeout: 60_000,
     hookTimeout: 120_000,
     pool: "forks",
-    maxWorkers: 1,
+    maxWorkers: 2,
   },
 });

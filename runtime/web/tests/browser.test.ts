@@ -5,7 +5,6 @@
  * Tests of a browser that is not installed are skipped.
  */
 
-import { execFileSync } from "node:child_process";
 import {
   copyFileSync,
   existsSync,
@@ -52,10 +51,6 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
 
   beforeAll(async () => {
     scripts = mkdtempSync(join(tmpdir(), "tformer-page-"));
-    const run = (...args: string[]) =>
-      execFileSync(process.execPath, args, { cwd: PACKAGE, stdio: ["ignore", "ignore", "inherit"] });
-    run("node_modules/typescript/bin/tsc", "--project", "tsconfig.build.json");
-    run("scripts/bundle.mjs");
     const entryPoints = [join(PACKAGE, "tests/page/page.ts")];
     await build({ entryPoints, bundle: true, format: "esm", target: "es2022", outfile: join(scripts, "page.js") });
     copyFileSync(join(PACKAGE, "tests/page/index.html"), join(scripts, "index.html"));

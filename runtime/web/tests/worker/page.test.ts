@@ -1,6 +1,5 @@
 /** A model in a worker of a page in Chromium, under a strict policy, and the stores of a page. Skipped without Chromium. */
 
-import { execFileSync } from "node:child_process";
 import { existsSync, readFileSync } from "node:fs";
 import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
@@ -35,7 +34,6 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
   const problems: string[] = [];
 
   beforeAll(async () => {
-    execFileSync(process.execPath, ["scripts/bundle.mjs"], { cwd: PACKAGE, stdio: ["ignore", "ignore", "inherit"] });
     const model = modelBytes("g2p");
     server = createServer((request, response) => {
       const path = request.url!;

@@ -172,7 +172,7 @@ def test_cuda_provider_that_fails_to_start_is_one_sentence(path, tmp_path, monke
     )
 
     def refuse(file, options, providers, **others):
-        if providers[0] == "CUDAExecutionProvider":
+        if providers[0][0] == "CUDAExecutionProvider":  # with its settings
             raise RuntimeError("CUDA failure 35: the driver is too old\nmore")
         return opened(file, options, providers, **others)
 
