@@ -93,7 +93,7 @@ web: $(READY)
 	  > /dev/null 2>&1 || { echo "There is no Node 20.19 or later with npm: installing $(NODE_WHEEL) in .venv"; \
 	  $(PIP) install $(NODE_WHEEL); }
 	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
-	cd runtime/web && export $(WITH_NODE) && npm run check && npm run build && npm run bundle && npm test
+	cd runtime/web && export $(WITH_NODE) && npm run check && npm test
 
 build/page/g2p.onnx: models/g2p/model.pt | $(READY)
 	mkdir -p build/page && $(BIN)/tformer-export $< --output $@ --force --cross-attentions

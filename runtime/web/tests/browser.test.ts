@@ -1,41 +1,23 @@
-/**
- * The bundle in Chromium and Firefox, in pages with a strict content security policy, with threads and without.
- *
- * The browsers are those of the system (`apt-get install chromium firefox-esr`), or of the variables CHROMIUM and FIREFOX.
- * Tests of a browser that is not installed are skipped.
- */
+/** The bundle in Chromium and Firefox, in pages with a strict content security policy, with threads and without. */
 
-import {
-  copyFileSync,
-  existsSync,
-  mkdirSync,
-  mkdtempSync,
-  rmSync,
-  statSync,
-  symlinkSync,
-  writeFileSync,
-} from "node:fs";
+import { copyFileSync, mkdirSync, mkdtempSync, rmSync, statSync, symlinkSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { build } from "esbuild";
 import puppeteer, { type Browser, type Page, type SupportedBrowser } from "puppeteer-core";
 import { build as viteBuild } from "vite";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
+import { CHROMIUM, FIREFOX } from "./support/browsers.js";
 import { example } from "./support/docs.js";
 import { modelPath } from "./support/models.js";
 import { PageServer } from "./support/pageServer.js";
 
 const PACKAGE = resolve(import.meta.dirname, "..");
-const FOLDERS = ["/usr/bin", "/usr/local/bin", "/snap/bin"];
 const BROWSERS: readonly [name: string, kind: SupportedBrowser, path: string | undefined][] = [
-  ["Chromium", "chrome", process.env["CHROMIUM"] ?? installed("chromium", "chromium-browser", "google-chrome")],
-  ["Firefox", "firefox", process.env["FIREFOX"] ?? installed("firefox-esr", "firefox")],
+  ["Chromium", "chrome", CHROMIUM],
+  ["Firefox", "firefox", FIREFOX],
 ];
 const HANG_MS = 60_000;
-
-function installed(...names: string[]): string | undefined {
-  return FOLDERS.flatMap((folder) => names.map((name) => join(folder, name))).find(existsSync);
-}
 
 /** Wait for a text in the output of a page. */
 async function waitForOutput(page: Page, text: string): Promise<void> {

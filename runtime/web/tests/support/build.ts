@@ -5,12 +5,12 @@ import { resolve } from "node:path";
 
 const PACKAGE = resolve(import.meta.dirname, "../..");
 
-/** Build both. Vitest runs it once, before all tests: test files that run side by side read them. */
+/** Build both, and print and check the size of the bundle. Vitest runs it once: test files that run side by side read them. */
 export default function setup(): void {
   for (const args of [
     ["node_modules/typescript/bin/tsc", "--project", "tsconfig.build.json"],
     ["scripts/bundle.mjs"],
   ]) {
-    execFileSync(process.execPath, args, { cwd: PACKAGE, stdio: ["ignore", "ignore", "inherit"] });
+    execFileSync(process.execPath, args, { cwd: PACKAGE, stdio: ["ignore", "inherit", "inherit"] });
   }
 }

@@ -21,6 +21,11 @@ const TYPES: Readonly<Record<string, string>> = {
   ".wasm": "application/wasm",
 };
 
+/** Return the content type of the file of an address. */
+export function contentType(path: string): string {
+  return TYPES[extname(path)] ?? "application/octet-stream";
+}
+
 export class PageServer {
   readonly missing: string[] = []; // addresses that were asked for and are not there
 
@@ -43,8 +48,11 @@ export class PageServer {
       try {
         if (name === undefined || name.includes("..")) throw new Error("there is no such file");
         const bytes = await readFile(name);
-        const type = TYPES[extname(name)] ?? "application/octet-stream";
-        const headers = { "Content-Type": type, "Content-Security-Policy": POLICY, ...(isolated ? ISOLATION : {}) };
+        const headers = {
+          "Content-Type": contentType(name),
+          "Content-Security-Policy": POLICY,
+          ...(isolated ? ISOLATION : {}),
+        };
         response.writeHead(200, { ...headers, "Content-Length": bytes.length }).end(bytes);
       } catch {
         pages.missing.push(path);

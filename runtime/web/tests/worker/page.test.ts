@@ -1,23 +1,17 @@
 /** A model in a worker of a page in Chromium, under a strict policy, and the stores of a page. Skipped without Chromium. */
 
-import { existsSync, readFileSync } from "node:fs";
+import { readFileSync } from "node:fs";
 import { createServer, type Server } from "node:http";
 import type { AddressInfo } from "node:net";
 import { join, resolve } from "node:path";
 import puppeteer, { type Browser, type Page } from "puppeteer-core";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import type * as tformer from "../../src/index.js";
+import { CHROMIUM } from "../support/browsers.js";
 import { modelBytes } from "../support/models.js";
-import { POLICY } from "../support/pageServer.js";
+import { contentType, POLICY } from "../support/pageServer.js";
 
 const PACKAGE = resolve(import.meta.dirname, "../..");
-const CHROMIUM = process.env["CHROMIUM"] ?? ["/usr/bin/chromium", "/usr/bin/google-chrome"].find(existsSync);
-const TYPES = [
-  [".html", "text/html"],
-  [".js", "text/javascript"],
-  [".mjs", "text/javascript"],
-  [".wasm", "application/wasm"],
-];
 
 declare global {
   interface Window {
@@ -37,9 +31,12 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
     const model = modelBytes("g2p");
     server = createServer((request, response) => {
       const path = request.url!;
-      const type = TYPES.find(([ending]) => path.endsWith(ending))?.[1] ?? "application/octet-stream";
       // The browser's own cache would ask with versions too.
-      const headers = { "Content-Type": type, "Content-Security-Policy": POLICY, "Cache-Control": "no-store" };
+      const headers = {
+        "Content-Type": contentType(path),
+        "Content-Security-Policy": POLICY,
+        "Cache-Control": "no-store",
+      };
       if (path === "/g2p.onnx") {
         const known = request.headers["if-none-match"];
         modelRequests.push(known);
