@@ -363,10 +363,10 @@ class Session:
         # Planning which buffers results can share takes half of the time of opening, and gains nothing here.
         options.enable_mem_reuse = self.device == "cuda"
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(folder))
-        # By default onnxruntime's joined norms sum in half precision.
-        cuda_settings = {"enable_skip_layer_norm_strict_mode": "1"} | dict(settings or {})
-        providers: list[Any] = [(_CUDA, cuda_settings), _CPU]
-        providers = providers if self.device == "cuda" else [_CPU]
+        providers: list[Any] = [_CPU]
+        if self.device == "cuda":
+            # By default onnxruntime's joined norms sum in half precision.
+            providers.insert(0, (_CUDA, {"enable_skip_layer_norm_strict_mode": "1", **(settings or {})}))
         if self._kernels is not None:
             options.register_custom_ops_library(os.fspath(self._kernels.file))
         try:
