@@ -105,7 +105,7 @@ class RequestScope:
 
 
 class _Reader:
-    """A client that has to read what is sent to it. One timer for a request costs less than one for each event."""
+    """The time limit of a client that reads slowly. One timer for a request costs less than one for each event."""
 
     def __init__(self, send: Send) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()

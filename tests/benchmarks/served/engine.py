@@ -5,7 +5,7 @@
     {"do": "measure", "action": "scheduler", "requests": […], "clients": 32, …}     → figures of a closed loop
     {"do": "measure", "action": "asyncio", …, "clients": 32 or "times": […]}        → the same with `AsyncModel`
 
-The scheduler is what decodes in every server: requests of 32 clients are submitted to it, and a result makes room for
+The scheduler decodes in every server: requests of 32 clients are submitted to it, and a result makes room for
 the next request. It has no threads, no streams and no asyncio, so that it is the most that a server could reach.
 """
 
