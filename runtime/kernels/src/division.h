@@ -8,16 +8,18 @@
 
 namespace tformer {
 
-constexpr size_t BLOCK_ROWS = 48;  // rows that a task multiplies with a panel while it is in the cache
+// Rows that a task multiplies with a panel while it is in the cache. A task makes the int8 form of 4 bits for its own rows, so
+// more rows share it; quantised rows are then read from the second cache.
+constexpr size_t block_rows(const Matrix& matrix) { return matrix.bits == 4 ? 144 : 48; }
 
 struct Division {
   size_t rows, panels, row_blocks, panel_chunks = 1;
 
   Division(size_t rows, const Matrix& matrix)
-      : rows(rows), panels(matrix.panels), row_blocks((rows + BLOCK_ROWS - 1) / BLOCK_ROWS) {}
+      : rows(rows), panels(matrix.panels), row_blocks((rows + block_rows(matrix) - 1) / block_rows(matrix)) {}
 
   // Whether there are so many rows that they are divided by rows alone.
-  bool by_rows_alone() const { return rows >= ROWS_OF_OWN_BLOCKS; }
+  bool by_rows_alone() const { return row_blocks >= OWN_BLOCKS; }
 
   // Chooses the number of chunks, so that a task is worth its start.
   void divide_panels(const Matrix& matrix) {
@@ -42,7 +44,7 @@ struct Division {
 
  private:
   static constexpr size_t UNIT_PANELS = 4;  // panels that a path may want at once
-  static constexpr size_t ROWS_OF_OWN_BLOCKS = 8 * BLOCK_ROWS;
+  static constexpr size_t OWN_BLOCKS = 8;
   static constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
   static constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
   static constexpr size_t MAX_TASKS = 64;
