@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -293,16 +292,25 @@ class BeamSearch:
         forbid.
         """
         forbidden_ids: list[Ints] = []
+        by_length: dict[tuple[int, int, int], Ints | None] = {}  # for rules that read lengths alone
         for group in groups:
-            if not group.task.rules and group.task.guide is None:
+            task = group.task
+            if not task.rules and task.guide is None:
                 forbidden_ids += [NO_IDS] * group.width
-                continue
-            same_for_all = group.task.forbids_by_length
-            for ids in islice(self._beam_ids(group), 1 if same_for_all else None):
-                beam_ids = group.task.forbidden_ids(ids)
-                if beam_ids is None:
+            elif task.forbids_by_length:
+                key = id(task.settings), len(task.prompt), group.length
+                if key not in by_length:
+                    by_length[key] = task.forbidden_ids(next(self._beam_ids(group)))
+                ids = by_length[key]
+                if ids is None:
                     return None
-                forbidden_ids += [beam_ids] * (group.width if same_for_all else 1)
+                forbidden_ids += [ids] * group.width
+            else:
+                for so_far in self._beam_ids(group):
+                    ids = task.forbidden_ids(so_far)
+                    if ids is None:
+                        return None
+                    forbidden_ids.append(ids)
         return forbidden_ids
 
     def _apply_rules(self, group: _Beams, level: int, scores: F32) -> None:

@@ -25,9 +25,8 @@ def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]
     """
     places = _assign_places(parents)
     if requests is not None:
-        _, first_rows, block, sizes = np.unique(
-            requests[parents], return_index=True, return_inverse=True, return_counts=True
-        )
+        first_rows, block = _number_requests(requests[parents])
+        sizes = np.bincount(block)
         size = int(sizes[0])
         if size > 1 and bool((sizes == size).all()):
             blocks = _assign_places(parents[first_rows] // size)
@@ -35,6 +34,18 @@ def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]
     order = np.empty(len(parents), np.int64)
     order[places] = parents
     return places, order
+
+
+def _number_requests(requests: Ints) -> tuple[Ints, Ints]:
+    """Return the first row of each request, and the number of each row's request, counted from 0."""
+    begins = np.empty(len(requests), np.bool_)
+    begins[0] = True
+    np.not_equal(requests[1:], requests[:-1], out=begins[1:])
+    first_rows = np.flatnonzero(begins)
+    if (np.diff(requests[first_rows]) > 0).all():  # frequent, and much faster than sorting
+        return first_rows, np.cumsum(begins) - 1
+    _, first_rows, numbers = np.unique(requests, return_index=True, return_inverse=True)
+    return first_rows, numbers
 
 
 def _assign_places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
@@ -46,7 +57,10 @@ def _assign_places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> 
     count = len(parents)
     places = np.full(count, -1)
     free = np.ones(count, np.bool_)
-    rows, first_children = np.unique(parents, return_index=True)
+    first_child = np.full(int(parents.max()) + 1, -1)
+    first_child[parents[::-1]] = np.arange(count - 1, -1, -1)  # the last of equal indices counts
+    rows = np.flatnonzero(first_child >= 0)
+    first_children = first_child[rows]
     stays = rows < count if blocks is None else rows // size == blocks[first_children]
     places[first_children[stays]] = rows[stays]
     free[rows[stays]] = False
@@ -67,8 +81,13 @@ def mask_forbidden(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) 
     if not masked_rows:
         yield
         return
-    row_index = np.repeat([row for row, _ in masked_rows], [len(tokens) for _, tokens in masked_rows])
-    columns = np.concatenate([tokens for _, tokens in masked_rows])
+    first_tokens = masked_rows[0][1]
+    if all(tokens is first_tokens for _, tokens in masked_rows):  # frequent: rules that read lengths alone
+        row_index: Ints = np.array([[row] for row, _ in masked_rows])
+        columns = first_tokens
+    else:
+        row_index = np.repeat([row for row, _ in masked_rows], [len(tokens) for _, tokens in masked_rows])
+        columns = np.concatenate([tokens for _, tokens in masked_rows])
     saved = logits[row_index, columns]
     logits[row_index, columns] = -np.inf
     try:

@@ -214,8 +214,10 @@ class EncoderContext:
 
 def _shared_requests(requests: Ints) -> Ints:
     """Return one number for each run of equal numbers, if all runs have the same length; else the numbers unchanged."""
-    begins = np.flatnonzero(np.diff(requests, prepend=-1))
-    is_uniform = len(begins) < len(requests) and len(set(np.diff(begins, append=len(requests)).tolist())) == 1
+    count = len(requests)
+    begins = [0, *(np.flatnonzero(requests[1:] != requests[:-1]) + 1).tolist()]
+    size, rest = divmod(count, len(begins))
+    is_uniform = count > len(begins) and not rest and begins == list(range(0, count, size))
     return requests[begins] if is_uniform else requests
 
 

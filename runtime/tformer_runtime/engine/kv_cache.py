@@ -63,7 +63,7 @@ def cache_bytes(specs: Sequence[CacheSpec], rows: int, slots: int) -> int:
     for spec in specs:
         sizes = [slots if size == SLOT_AXIS else int(size) for size in spec.shape[1:]]
         sides = 1 if spec.in_place else 2
-        total += sides * rows * int(np.prod(sizes)) * storage_dtype(spec.dtype).itemsize
+        total += sides * rows * math.prod(sizes) * storage_dtype(spec.dtype).itemsize
     return total
 
 

@@ -361,3 +361,18 @@ def test_info_describes_the_file(toy_and_model):
     assert info["cache_bytes_per_token"] == 2 * 16 * 4
     assert info["device"] == model.device == "cpu"
     assert info["bytes"] > 1000
+
+
+def test_settings_of_equal_numbers_are_made_once(models):
+    model = models["decoder-only"]
+    first = model.settings(None, {"num_beams": 2, "max_new_tokens": 5})
+    assert model.settings(None, {"num_beams": 2, "max_new_tokens": 5}) is first
+    assert model.settings(None, {"num_beams": 2, "max_new_tokens": 6}).max_new_tokens == 6
+    assert model.settings(GenerationOptions(num_beams=2, max_new_tokens=5), {}) == first
+    for _ in range(2):
+        with pytest.raises(OptionError):
+            model.settings(None, {"num_beams": True, "max_new_tokens": 5})  # equal to 1, and no number
+        with pytest.raises(OptionError):
+            model.settings(None, {"num_beams": 2, "max_new_token": 5})
+    for count in range(1, 200):
+        assert model.settings(None, {"max_new_tokens": count}).max_new_tokens == count
