@@ -26,7 +26,7 @@ export type { Message, Tools } from "./preprocess/conversation.js";
 export type { Input, Value } from "./preprocess/inputs.js";
 export type { Classification } from "./tasks/classification.js";
 export type { Vectors } from "./tasks/features.js";
-export type { Segment, Transcription } from "./tasks/ctcRecognition.js";
+export type { Segment, Transcription } from "./tasks/speech.js";
 export type { ForecastOptions } from "./tasks/forecasting.js";
 export type { Sound } from "./preprocess/audio.js";
 export type { ImageInput } from "./preprocess/images.js";

@@ -36,8 +36,9 @@ import type { Classification } from "./tasks/classification.js";
 import type { Answer } from "./tasks/questionAnswering.js";
 import type { Span } from "./tasks/tokenClassification.js";
 import type { Features } from "./tasks/features.js";
+import type { SpeechToText } from "./tasks/speechToText.js";
 import { scoreTokens } from "./tasks/givenTokens.js";
-import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Transcription } from "./tasks/speech.js";
 import type { Filled } from "./tasks/fillMask.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import { runSinglePass } from "./tasks/singlePass.js";
@@ -302,8 +303,14 @@ export class Model {
     return value;
   }
 
-  /** Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs. */
+  /**
+   * Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs.
+   *
+   * A speech recognizer yields the results of `transcribe`, also one that generates.
+   */
   predictBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
+    const { speechToText } = this.parts;
+    if (speechToText && !this.disposed) return this.transcribeAll(speechToText, severalInputs(inputs), options);
     const task = this.task("predict");
     const { truncate = false, batchSize = task.batchSize, adapter, signal, ...settings } = options;
     checkInt("batchSize", batchSize);
@@ -366,9 +373,33 @@ export class Model {
     return (await collected(this.predictBatch(severalInputs(inputs), options))) as T[];
   }
 
-  /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */
+  private transcribeAll(
+    speechToText: SpeechToText,
+    sounds: Iterable<Input> | AsyncIterable<Input>,
+    options: PredictOptions,
+  ): AsyncGenerator<Transcription> {
+    const { truncate = false, batchSize = speechToText.batchSize, adapter, signal, ...settings } = options;
+    checkInt("batchSize", batchSize);
+    if (checkBoolean("truncate", truncate)) {
+      throw new OptionError(
+        "truncate is not for a model that transcribes speech: it reads sounds of any length",
+        "truncate",
+      );
+    }
+    const checked = speechToText.settings(settings);
+    const run = { batchSize, signal, adapter: this.adapterInput(adapter) };
+    return speechToText.transcribeAll(this.generator, sounds as Iterable<Sound>, checked, run);
+  }
+
+  /**
+   * Return the transcription of a sound.
+   *
+   * Options as of `predict`, and of a model that scores each frame (CTC): timestamps (true or "word", "char"), numBeams,
+   * chunkLengthS and strideLengthS; of a model that generates: timestamps (true or false), numBeams, language (by default
+   * detected) and task ("transcribe", or "translate" to English).
+   */
   async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
-    if (this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
+    if (!this.parts.speechToText && this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
     return (await this.predict(sound as Input, options)) as Transcription;
   }
 
@@ -455,15 +486,20 @@ export class Model {
           "export it with the step_input that it decodes",
       );
     }
+    const { speechToText } = this.parts;
+    if (speechToText) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) ${speechToText.does}: it cannot ${call}; call ${speechToText.call}`,
+      );
+    }
   }
 
   /** Return the task of a single-pass model. Throw UnsupportedCallError for other models. call: the verb of the caller. */
   private task(call: string): Task {
     this.mustNotForecast(call);
     if (this.manifest.decode) {
-      throw new UnsupportedCallError(
-        `this model (${this.manifest.task}) generates: it cannot ${call}; call generate()`,
-      );
+      const { does, call: instead } = this.parts.speechToText ?? { does: "generates", call: "generate()" };
+      throw new UnsupportedCallError(`this model (${this.manifest.task}) ${does}: it cannot ${call}; call ${instead}`);
     }
     return this.parts.task!;
   }

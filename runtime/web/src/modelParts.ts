@@ -14,6 +14,7 @@ import type { DataReader, TextCode } from "./preprocess/inputs.js";
 import type { Task } from "./tasks/base.js";
 import type { Forecaster } from "./tasks/forecasting.js";
 import { isSpeechToText, taskOf } from "./tasks/index.js";
+import type { SpeechToText } from "./tasks/speechToText.js";
 
 export interface ModelParts {
   /** Tokenizers; undefined for a file without one. */
@@ -25,6 +26,7 @@ export interface ModelParts {
   /** The task of a single-pass model. */
   readonly task: Task | undefined;
   readonly forecaster: Forecaster | undefined;
+  readonly speechToText: SpeechToText | undefined;
 }
 
 /**
@@ -40,21 +42,19 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
       `${name} reads pictures in its prompt, which the JavaScript runtime does not: run it with the Python runtime`,
     );
   }
-  if (isSpeechToText(manifest)) {
-    throw new UnsupportedCallError(
-      `${name} transcribes by generating text, which the JavaScript runtime does not: run it with the Python runtime`,
-    );
-  }
   try {
     const forecaster = await forecasterOf(engine);
     const task = forecaster || manifest.decode ? undefined : await taskOf(manifest);
+    const speechToText = isSpeechToText(manifest)
+      ? new (await import("./tasks/speechToText.js")).SpeechToText(manifest)
+      : undefined;
     if (manifest.decode && !forecaster) {
       adapterNumber(manifest, settingsOf({}, manifest.generationDefaults).adapter);
     }
     const hasTemplate = manifest.chatTemplate !== undefined;
     const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
     const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
-    return { textCode, templateOf, dataReaders: await readersOf(manifest), task, forecaster };
+    return { textCode, templateOf, dataReaders: await readersOf(manifest), task, forecaster, speechToText };
   } catch (error) {
     if (error instanceof ModelFileError) throw new ModelFileError(`${name}: ${error.reason}`, undefined, error);
     if (!(error instanceof OptionError)) throw error;

@@ -13,7 +13,7 @@ import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { Input, Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
-import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Transcription } from "./tasks/speech.js";
 import type { Classification } from "./tasks/classification.js";
 import type { Filled } from "./tasks/fillMask.js";
 import type { Answer } from "./tasks/questionAnswering.js";

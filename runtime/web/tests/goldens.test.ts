@@ -37,6 +37,7 @@ const TOYS = [
   "toy-pictures",
   "toy-sounds",
   "toy-series",
+  "tiny-whisper",
 ];
 
 describe.each(["node", "wasm"])("on %s", (device) => {

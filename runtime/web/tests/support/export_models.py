@@ -12,7 +12,9 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 CODE = ("tformer_export", "runtime/tformer_runtime", "models/tformer_models", "tests/support")
@@ -37,6 +39,11 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "elnino": ("elnino", GOLDEN),
     "elnino-int8": ("elnino", GOLDEN, *INT8),
     "elnino-web": ("elnino", GOLDEN, *WEB),
+}
+FOLDERS = {  # tiny models with random weights, as transformers writes them: their makers in tests/support
+    "tiny-whisper": ("tiny_whisper", "seeded_model", "seeded_processor"),
+    "tiny-llava": ("picture_models", "llava", "llava_processor"),
+    "tiny-smolvlm": ("picture_models", "smolvlm", "tiles_processor"),
 }
 TOYS = "toys"  # the small ones, which are written together
 KEYS = "keys.json"
@@ -63,7 +70,8 @@ def _keys() -> Iterator[tuple[str, str]]:
     for name in CODE:
         for path in sorted((REPOSITORY / name).rglob("*.py")):
             code.update(path.read_bytes())
-    yield TOYS, code.hexdigest()
+    for name in (TOYS, *FOLDERS):
+        yield name, code.hexdigest()
     for name, args in EXPORTS.items():
         key = code.copy()
         key.update(_checkpoint(args).read_bytes())
@@ -78,6 +86,9 @@ def _make(folder: Path, name: str) -> None:
     if name == TOYS:
         _write_toys(folder)
         return
+    if name in FOLDERS:
+        _export_folder(folder, name)
+        return
     from tformer_export.cli import command
 
     args = EXPORTS[name]
@@ -85,6 +96,23 @@ def _make(folder: Path, name: str) -> None:
     if GOLDEN in options:
         options.insert(options.index(GOLDEN) + 1, str(folder / f"{name}.golden.json"))
     command([str(_checkpoint(args)), *options], standalone_mode=False)
+
+
+def _export_folder(folder: Path, name: str) -> None:
+    """Export a model of transformers from a folder, and write its golden file."""
+    from tformer_export import export
+    from tformer_export.sources import load_source
+    from tformer_export.verify.golden.record import make_golden, write_golden
+
+    module, model, processor = FOLDERS[name]
+    makers = import_module(f"support.{module}")
+    path = folder / f"{name}.onnx"
+    with TemporaryDirectory() as source:
+        getattr(makers, model)().save_pretrained(source)
+        getattr(makers, processor)().save_pretrained(source)
+        path.unlink(missing_ok=True)
+        export(load_source(source), path)
+    write_golden(make_golden(path), folder / f"{name}.golden.json")
 
 
 def _write_toys(folder: Path) -> None:
