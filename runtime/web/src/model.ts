@@ -6,7 +6,7 @@ import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validati
 import { backendOf, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
-import { Chat, type CallOptions } from "./chat.js";
+import { CachedPrefix, Chat, type CallOptions } from "./chat.js";
 import { Generator } from "./decoding/generator.js";
 import { settingsOf, type GenerationOptions, type Settings } from "./decoding/options.js";
 import { inOrder, WINDOW_BATCHES, type Item } from "./decoding/ordered.js";
@@ -29,7 +29,8 @@ import type { ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
-import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
+import type { ImageInput } from "./preprocess/images.js";
+import { Inputs, isMapping, type Input, type Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
@@ -82,8 +83,21 @@ const LOAD_OPTIONS = [
 ];
 const WASM_BYTES = 2 ** 32;
 
-/** Options of a call for many inputs. batchSize: inputs that are computed together; 32 by default. */
-export type BatchOptions = CallOptions & { readonly batchSize?: number };
+/** Options of a call for one input. */
+export type GenerateOptions = CallOptions & {
+  /** A cached prefix that goes before the input, from `cachePrefix`. */
+  readonly prefix?: CachedPrefix;
+  /** The pictures of a prompt, for a model that reads them, in the order of their markers in the text. */
+  readonly images?: readonly ImageInput[];
+};
+
+/** Options of a call for many inputs. */
+export type BatchOptions = CallOptions & {
+  /** Inputs that are computed together; 32 by default. */
+  readonly batchSize?: number;
+  /** A cached prefix that goes before each input, from `cachePrefix`. */
+  readonly prefix?: CachedPrefix;
+};
 
 /** Options of `predict`. */
 export interface PredictOptions {
@@ -119,7 +133,7 @@ export class Model {
     private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
-    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode);
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode, parts.promptItems);
     this.generator = new Generator(engine, this.inputs.outputCodec);
   }
 
@@ -199,10 +213,10 @@ export class Model {
    *
    * Throw InputError, OptionError, AbortedError, or UnsupportedCallError for a model that does not generate.
    */
-  async generate(input: Input, options: CallOptions = {}): Promise<Result> {
-    const { signal, ...generation } = options;
+  async generate(input: Input, options: GenerateOptions = {}): Promise<Result> {
+    const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation);
-    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    const request = this.request(input, 0, settings, prefix, images);
     return (await this.generator.generateAll([request], settings, signal))[0];
   }
 
@@ -211,10 +225,10 @@ export class Model {
    *
    * Errors as of `generate`. Throw OptionError also for several results, crossAttentions and hiddenStates.
    */
-  stream(input: Input, options: CallOptions = {}): AsyncGenerator<string, Result> {
-    const { signal, ...generation } = options;
+  stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
+    const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
-    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    const request = this.request(input, 0, settings, prefix, images);
     return generateStream(this.generator, request, settings, signal);
   }
 
@@ -225,20 +239,76 @@ export class Model {
    * Errors as of `generate`. An InputError has the number of its input, from 1.
    */
   generateBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
-    const { signal, batchSize = 32, ...generation } = options;
+    const { signal, prefix, batchSize = 32, ...generation } = options;
     checkInt("batchSize", batchSize);
     const settings = this.settings(generation);
     const { generator } = this;
+    // Rows with a past read one token at a time, unless the file can read more.
+    const rows = prefix && !this.engine.decode.chunkedPrefill ? 1 : batchSize;
     return inOrder<Input, GenerationItem, Result>(severalInputs(inputs), {
       windowSize: WINDOW_BATCHES * batchSize,
-      read: (input, index) => ({ request: makeRequest(this.manifest, this.inputs, input, index, settings) }),
-      batches: (items) => generationBatches(items, batchSize),
+      read: (input, index) => ({ request: this.request(input, index, settings, prefix) }),
+      batches: (items) => generationBatches(items, rows),
       run: async (batch) => {
         const tasks = batch.map(({ request }) => generator.makeTask(request, settings));
         await generator.run(tasks, settings, signal);
         batch.forEach((item, i) => (item.outcome = outcomeOf(generator, tasks[i])));
       },
     });
+  }
+
+  private request(
+    input: Input,
+    index: number,
+    settings: Settings,
+    prefix: CachedPrefix | undefined,
+    images?: readonly ImageInput[],
+  ): Request {
+    if (prefix !== undefined && !(prefix instanceof CachedPrefix)) {
+      throw new OptionError("prefix must be a cached prefix, of cachePrefix()", "prefix");
+    }
+    const own = images === undefined ? input : this.picturedPrompt(input, images);
+    return makeRequest(this.manifest, this.inputs, own, index, settings, prefix?.promptPrefix(this.engine));
+  }
+
+  /**
+   * Compute the cache of an input once, as the prefix of many requests: `generate(…, { prefix })`.
+   *
+   * The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special tokens of
+   * the tokenizer occur once, before the prefix and after the input. `release` frees the memory of the prefix.
+   *
+   * adapter: the adapter with which the prefix is read. Its requests must have the same one.
+   * Throw UnsupportedCallError for a model with an encoder, which reads a source as a whole.
+   */
+  async cachePrefix(
+    input: Input,
+    options: { readonly adapter?: string; readonly signal?: AbortSignal } = {},
+  ): Promise<CachedPrefix> {
+    checkNames(Object.keys(options), ["adapter", "signal"]);
+    this.mustBeDecoderOnly("prefix");
+    const { sources, prompt } = this.inputs.generationInputs(input, true, false);
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    return CachedPrefix.read(this.engine, prompt, all, options.signal);
+  }
+
+  /**
+   * Return a prompt with pictures as an input of `generateBatch` and `cachePrefix`.
+   *
+   * prompt: a text with a marker for each picture, such as "<image>", or ids with their placeholders.
+   * images: decoded pictures in the order of their markers.
+   * Throw UnsupportedCallError for a model that reads no pictures in its prompt.
+   */
+  picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
+    this.mustGenerate("read pictures");
+    const [name] = this.manifest.placeholders.keys();
+    if (name === undefined) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) reads no pictures in its prompt: leave out images`,
+      );
+    }
+    if (isMapping(prompt))
+      throw new InputError("the input is an object, which has its pictures already: leave out images");
+    return { [this.inputs.step]: prompt as Value, [name]: images };
   }
 
   /**
@@ -262,14 +332,17 @@ export class Model {
     return scores.slice(Math.max(known, 1) - 1);
   }
 
-  /** Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template. */
+  /**
+   * Return a conversation up to the answer, as an input of `generate`, by the file's chat template: its ids; for a model
+   * that reads pictures, an object of the ids and the pixels.
+   */
   async prompt(
     messages: string | readonly Message[],
     options: { readonly system?: string; readonly tools?: Tools } = {},
-  ): Promise<Int32Array> {
+  ): Promise<Input> {
     checkNames(Object.keys(options), ["system", "tools"]);
     this.mustBeDecoderOnly("chat");
-    return this.inputs.conversationIds(this.chatTemplate(), conversation(messages, options.system), options.tools);
+    return this.inputs.conversationInput(this.chatTemplate(), conversation(messages, options.system), options.tools);
   }
 
   /** Start a conversation, whose cache is kept from turn to turn. system: a message, for a file with a chat template. */

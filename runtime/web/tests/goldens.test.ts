@@ -38,6 +38,8 @@ const TOYS = [
   "toy-sounds",
   "toy-series",
   "tiny-whisper",
+  "tiny-llava",
+  "tiny-smolvlm",
 ];
 
 describe.each(["node", "wasm"])("on %s", (device) => {

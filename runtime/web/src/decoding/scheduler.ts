@@ -75,7 +75,7 @@ export class Scheduler {
     const options = { roomForRows: width, extras: this.extraNames, maxTokens };
     const prefix = first.options.prefixState;
     if (prefix) {
-      this.state = engine.copy(prefix, new Int32Array(1), options);
+      this.state = engine.copy(prefix, new Int32Array(tasks.length), options); // its only row, for each task
     } else {
       const names = [...first.options.sources.keys()];
       const requests = new Map(names.map((name) => [name, tasks.map((task) => task.options.sources.get(name)!)]));

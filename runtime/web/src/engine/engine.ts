@@ -25,6 +25,7 @@ import { checkGraph, graphInputs } from "../format/manifestChecks.js";
 import { manifestOf, readingFile, readMetadata, withMappedWeights } from "../format/modelFile.js";
 import { graphTensors, parseModel, type GraphTensor } from "../format/onnxGraph.js";
 import { extractStage, type Stage } from "../format/stageSplit.js";
+import { encodeItems } from "./itemContext.js";
 import { DecodeCall, type CallResources } from "./decodeCall.js";
 import { EncoderContext } from "./encoderContext.js";
 import { KVCache } from "./kvCache.js";
@@ -234,7 +235,9 @@ export class Engine {
     const encoded = new Map<string, NumberArray>();
     let buffers: Tensor[] = [];
     if (this.manifest.encode) {
-      const outputs = await this.encode(requests, rows, extras);
+      const outputs = await (this.manifest.placeholders.size
+        ? this.encodeItems(requests, rows, extras)
+        : this.encode(requests, rows, extras));
       buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
       for (const extra of this.manifest.encode.extras) {
         const tensor = outputs.get(extra.name);
@@ -246,6 +249,14 @@ export class Engine {
     const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
     const stepExtras = decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
     return new State(context, cache, rows, encoded, stepExtras, this.splitAdapters(requests, rows)[1]);
+  }
+
+  /** Encode the items of each request, as `encodeItems` does. */
+  private encodeItems(requests: Requests, rows: number, extras: readonly string[]): Promise<Map<string, Tensor>> {
+    const encode = this.manifest.encode!;
+    const names = encode.inputs.filter((spec) => spec.role !== "mask").map((spec) => spec.name);
+    const specs = [...encode.outputs, ...encode.extras.filter((extra) => extras.includes(extra.name))];
+    return encodeItems(this.backend, requests, names, rows, specs, (one) => this.encode(one, 1, extras));
   }
 
   /**
