@@ -21,7 +21,14 @@ export type { Manifest } from "./format/manifest.js";
 export type { Progress } from "./loading/download.js";
 export type { ModelAddress } from "./loading/source.js";
 export type { ModelStore } from "./loading/store.js";
-export { Model, type BatchOptions, type GenerateOptions, type LoadOptions, type PredictOptions } from "./model.js";
+export {
+  Model,
+  type AttentionLabels,
+  type BatchOptions,
+  type GenerateOptions,
+  type LoadOptions,
+  type PredictOptions,
+} from "./model.js";
 export type { Message, MessagePart, Tools } from "./preprocess/conversation.js";
 export type { Input, Value } from "./preprocess/inputs.js";
 export type { Classification } from "./tasks/classification.js";

@@ -1,6 +1,6 @@
 /** `Model`: a loaded model file, and the calls of all tasks. */
 
-import type { NumberArray } from "./base/arrays.js";
+import { numberArray, type NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
 import { backendOf, isNode } from "./backend/devices.js";
@@ -17,10 +17,13 @@ import { generateStream } from "./decoding/streaming.js";
 import { Engine } from "./engine/engine.js";
 import {
   adapterNumber,
+  ATTENTIONS,
   CROSS_ATTENTIONS,
   extraOutputs,
   HIDDEN_STATES,
+  moduleOf,
   takesPrompt,
+  type ExtraOutput,
   type Manifest,
 } from "./format/manifest.js";
 import { loadParts, type ModelParts } from "./modelParts.js";
@@ -38,7 +41,6 @@ import type { Answer } from "./tasks/questionAnswering.js";
 import type { Span } from "./tasks/tokenClassification.js";
 import type { Features } from "./tasks/features.js";
 import type { SpeechToText } from "./tasks/speechToText.js";
-import { scoreTokens } from "./tasks/givenTokens.js";
 import type { Transcription } from "./tasks/speech.js";
 import type { Filled } from "./tasks/fillMask.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
@@ -82,6 +84,12 @@ const LOAD_OPTIONS = [
   "wasmBinary",
 ];
 const WASM_BYTES = 2 ** 32;
+/** Kind of extra outputs → its name, and the option of the export that writes them. */
+const EXTRAS = {
+  [CROSS_ATTENTIONS]: ["cross-attention weights", "--cross-attentions"],
+  [ATTENTIONS]: ["attention weights", "--attentions"],
+  [HIDDEN_STATES]: ["hidden states", "--hidden-states NAME"],
+} as const;
 
 /** Options of a call for one input. */
 export type GenerateOptions = CallOptions & {
@@ -110,6 +118,14 @@ export interface PredictOptions {
   readonly signal?: AbortSignal;
   /** Settings of the task, such as topK. */
   readonly [setting: string]: unknown;
+}
+
+/** Labels of attention weights. */
+export interface AttentionLabels {
+  /** Of the source positions. */
+  readonly source: string[];
+  /** Of the generated tokens. */
+  readonly tokens: string[];
 }
 
 interface GenerationItem extends Item<Result> {
@@ -328,8 +344,100 @@ export class Model {
     const known = target === undefined ? startCount : prompt.length;
     const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
     const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { scoreTokens } = await import("./tasks/givenTokens.js");
     const scores = await scoreTokens(this.engine, all, Int32Array.from([...prompt, ...ids]));
     return scores.slice(Math.max(known, 1) - 1);
+  }
+
+  /**
+   * Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
+   *
+   * Throw UnsupportedCallError for a file that was exported without cross-attention weights.
+   */
+  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
+    checkNames(Object.keys(options), ["adapter"]);
+    this.extras(CROSS_ATTENTIONS);
+    const { sources, prompt } = this.inputs.generationInputs(source);
+    const ids = this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const read = Int32Array.from([...prompt, ...ids]).subarray(0, -1);
+    const { data, shape } = (await extraValues(this.engine, all, read, [CROSS_ATTENTIONS])).get(CROSS_ATTENTIONS)!;
+    const first = Math.max(prompt.length, 1) - 1;
+    return numberArray(data.slice(first * shape[1]), [shape[0] - first, shape[1]]);
+  }
+
+  /** Return labels for the crossAttentions of a result: the source token of each column, and the token of each row. */
+  async labels(source: Input, result: Pick<Result, "tokenIds" | "crossAttentions">): Promise<AttentionLabels> {
+    this.mustGenerate("label attention weights");
+    const { sources } = this.inputs.generationInputs(source);
+    const columns = this.inputs.positionLabels(sources, result.crossAttentions?.shape[1] ?? 0);
+    return { source: columns, tokens: this.inputs.tokenLabels(this.inputs.step, result.tokenIds) };
+  }
+
+  /**
+   * Return the outputs of the exported submodules, by their names in the source model.
+   *
+   * A submodule of an encoder has (source positions, …). A submodule of a decoder has (tokens, …) for `source` or the start
+   * tokens, and then `target`. In a model with an encoder it has values only if there is a target.
+   * Throw UnsupportedCallError for a file that was exported without hidden states.
+   */
+  async hiddenStates(
+    source: Input,
+    target?: Value,
+    options: { readonly adapter?: string } = {},
+  ): Promise<Map<string, NumberArray>> {
+    checkNames(Object.keys(options), ["adapter"]);
+    const extras = this.extras(HIDDEN_STATES);
+    const { decode } = this.manifest;
+    if (target !== undefined && !decode) this.mustGenerate("read a target");
+    const { sources, prompt } = decode
+      ? this.inputs.generationInputs(source)
+      : { sources: await this.inputs.singlePassArrays(source), prompt: new Int32Array(0) };
+    const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
+    const read = target === undefined && sources.size ? new Int32Array(0) : Int32Array.from([...prompt, ...ids]);
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const values = await extraValues(
+      this.engine,
+      all,
+      read,
+      extras.map(({ name }) => name),
+    );
+    const moduleNames = new Map(extras.map((extra) => [extra.name, moduleOf(extra)]));
+    return new Map([...values].map(([name, value]) => [moduleNames.get(name)!, value]));
+  }
+
+  /**
+   * Return the attention weights of a single-pass model, and a label for each position.
+   *
+   * Weights are (layers, heads, query positions, key positions); rows sum to 1. Layers and heads are in the order in which
+   * the model computes them. Labels are tokens, ids without a tokenizer, or numbers. Options as of `predict`.
+   * Throw InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported without
+   * attention weights.
+   */
+  async attentions(
+    input: Input,
+    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+  ): Promise<{ weights: NumberArray; labels: string[] }> {
+    const task = this.task("give attention");
+    this.extras(ATTENTIONS);
+    const { truncate = false, adapter, ...settings } = options;
+    const checked = task.settings(settings);
+    const sources = await task.singleRequest(input, this.inputs, task.truncates(truncate, checked), checked);
+    const all = new Map([...sources, ...this.adapterInput(adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const weights = (await extraValues(this.engine, all, new Int32Array(0), [ATTENTIONS])).get(ATTENTIONS)!;
+    return { weights, labels: this.inputs.positionLabels(sources, weights.shape[weights.shape.length - 1]) };
+  }
+
+  /** Return the file's extra outputs of a kind. Throw UnsupportedCallError if it has none. */
+  private extras(kind: keyof typeof EXTRAS): ExtraOutput[] {
+    this.mustNotForecast(`give ${kind}`);
+    const extras = extraOutputs(this.manifest).filter((extra) => extra.kind === kind);
+    if (extras.length) return extras;
+    const [missing, flag] = EXTRAS[kind];
+    throw new UnsupportedCallError(`${this.engine.name} holds no ${missing}: export the model with ${flag}`);
   }
 
   /**
@@ -511,15 +619,11 @@ export class Model {
     if (settings.stopStrings.length && !outputCodec) {
       throw new OptionError("stopStrings needs text and the file has no tokenizer", "stopStrings");
     }
-    for (const [kind, isAsked, flag] of [
-      [CROSS_ATTENTIONS, settings.crossAttentions, "--cross-attentions"],
-      [HIDDEN_STATES, settings.hiddenStates, "--hidden-states NAME"],
-    ] as const) {
-      if (isAsked && !extraOutputs(this.manifest).some((extra) => extra.kind === kind)) {
-        const words = kind === CROSS_ATTENTIONS ? "cross-attention weights" : "hidden states";
-        throw new UnsupportedCallError(`${this.engine.name} holds no ${words}: export the model with ${flag}`);
-      }
+    if (options.shortlist && !this.engine.shortlist) {
+      throw new UnsupportedCallError(`${this.engine.name} holds no shortlist: export the model with --shortlist FILE`);
     }
+    if (settings.crossAttentions) this.extras(CROSS_ATTENTIONS);
+    if (settings.hiddenStates) this.extras(HIDDEN_STATES);
     adapterNumber(this.manifest, settings.adapter);
     if (!streams) return settings;
     if (!outputCodec) {

@@ -8,7 +8,7 @@ import type { Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
 import { absoluteAddress, type ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
-import type { BatchOptions, GenerateOptions, LoadOptions, Model, PredictOptions } from "./model.js";
+import type { AttentionLabels, BatchOptions, GenerateOptions, LoadOptions, Model, PredictOptions } from "./model.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { ImageInput } from "./preprocess/images.js";
@@ -160,6 +160,32 @@ export class RemoteModel implements Public<Model> {
 
   async score(source: Input, target?: Value, options: { readonly adapter?: string } = {}): Promise<Float32Array> {
     return (await this.plainCall("score", [sendable(source), target, options])) as Float32Array;
+  }
+
+  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
+    return (await this.plainCall("align", [sendable(source), target, options])) as NumberArray;
+  }
+
+  async labels(source: Input, result: Pick<Result, "tokenIds" | "crossAttentions">): Promise<AttentionLabels> {
+    const { tokenIds, crossAttentions } = result;
+    return (await this.plainCall("labels", [sendable(source), { tokenIds, crossAttentions }])) as AttentionLabels;
+  }
+
+  async hiddenStates(
+    source: Input,
+    target?: Value,
+    options: { readonly adapter?: string } = {},
+  ): Promise<Map<string, NumberArray>> {
+    const values = await this.plainCall("hiddenStates", [sendable(source), target, options]);
+    return values as Map<string, NumberArray>;
+  }
+
+  async attentions(
+    input: Input,
+    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+  ): Promise<{ weights: NumberArray; labels: string[] }> {
+    const found = await this.plainCall("attentions", [sendable(input), options]);
+    return found as { weights: NumberArray; labels: string[] };
   }
 
   async prompt(

@@ -9,6 +9,7 @@
 import { checkAborted } from "../base/errors.js";
 import type { Engine } from "../engine/engine.js";
 import { isIdentity } from "../engine/rowMoves.js";
+import type { Shortlist } from "../engine/shortlist.js";
 import type { State } from "../engine/state.js";
 import { rowOf, StepHistory } from "../engine/stepOutputs.js";
 import { numberArray, type NumberArray } from "../base/arrays.js";
@@ -79,7 +80,8 @@ export class Scheduler {
     } else {
       const names = [...first.options.sources.keys()];
       const requests = new Map(names.map((name) => [name, tasks.map((task) => task.options.sources.get(name)!)]));
-      this.state = await engine.start(requests, { rows: tasks.length, ...options });
+      const candidates = engine.shortlist && tasks.map((task) => candidatesOf(engine.shortlist!, task));
+      this.state = await engine.start(requests, { rows: tasks.length, candidates, ...options });
     }
     tasks.forEach((task, row) => {
       task.encoderOutputs = new Map([...this.state!.encoded].map(([name, values]) => [name, rowOf(values, row)]));
@@ -152,6 +154,14 @@ export class Scheduler {
     places.forEach((place, i) => (this.tokens![place] = tokens[i]));
     if (!isIdentity(places, places.length)) search!.renumber(places);
   }
+}
+
+/** Return the candidates of a task; undefined if its options turn the shortlist off or may ask for any id. */
+function candidatesOf(shortlist: Shortlist, task: SequenceTask): Int32Array | undefined {
+  const { settings, prefix } = task;
+  if (!settings.shortlist || settings.logitsProcessor) return undefined;
+  const first = settings.forcedBosTokenId === undefined ? [] : [settings.forcedBosTokenId];
+  return shortlist.candidates(task.options.sources, [...prefix, ...first, ...settings.logitBias.map(([id]) => id)]);
 }
 
 /** Return the values at a position of (rows, positions, …), where positions are counted through all rows. */

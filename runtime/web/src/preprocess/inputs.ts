@@ -7,8 +7,8 @@
 
 import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
-import { logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
-import type { Sources } from "../format/sizes.js";
+import { AUDIO, logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
+import { inputAndOutputSizes, type Sources } from "../format/sizes.js";
 import { picturesOf, withoutPictures, type Message, type PromptTemplate, type Tools } from "./conversation.js";
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
@@ -109,6 +109,30 @@ export class Inputs {
   tokenLabels(name: string, ids: ArrayLike<number>): string[] {
     const codec = this.codec(name);
     return Array.from(ids, (id) => codec?.token(id) ?? String(id));
+  }
+
+  /**
+   * Return a label for each position of the source that has `length` positions: its token, an id without a tokenizer, the
+   * start of a frame of a sound in seconds, or the number of the position.
+   *
+   * sources: the arrays of the input.
+   */
+  positionLabels(sources: Sources, length: number): string[] {
+    for (const [name, { data, shape }] of sources) {
+      if (shape.length === 1 && shape[0] === length && data instanceof Int32Array) return this.tokenLabels(name, data);
+    }
+    const { encode } = this.manifest;
+    const rate = [...this.manifest.preprocessing.values()]
+      .find(({ kind }) => kind === AUDIO)
+      ?.numbers.get("sampling_rate");
+    if (encode && typeof rate === "number") {
+      const sizes = inputAndOutputSizes(encode, sources);
+      for (const [name, { stride }] of encode.derivedLengths) {
+        if (sizes.get(name) !== length) continue;
+        return Array.from({ length }, (_, i) => ((i * stride) / rate).toFixed(3));
+      }
+    }
+    return Array.from({ length }, (_, i) => String(i));
   }
 
   /**

@@ -36,6 +36,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "languages": ("languages", GOLDEN),
     "languages-int8": ("languages", GOLDEN, *INT8),
     "languages-web": ("languages", GOLDEN, *WEB),
+    "languages-attentions": ("languages", "--attentions"),
     "elnino": ("elnino", GOLDEN),
     "elnino-int8": ("elnino", GOLDEN, *INT8),
     "elnino-web": ("elnino", GOLDEN, *WEB),
@@ -45,6 +46,7 @@ FOLDERS = {  # tiny models with random weights, as transformers writes them: the
     "tiny-llava": ("picture_models", "llava", "llava_processor"),
     "tiny-smolvlm": ("picture_models", "smolvlm", "tiles_processor"),
 }
+SHORTLISTS = {"shortlist": "none", "shortlist-int8": "int8"}  # name → quantization
 TOYS = "toys"  # the small ones, which are written together
 KEYS = "keys.json"
 
@@ -70,7 +72,7 @@ def _keys() -> Iterator[tuple[str, str]]:
     for name in CODE:
         for path in sorted((REPOSITORY / name).rglob("*.py")):
             code.update(path.read_bytes())
-    for name in (TOYS, *FOLDERS):
+    for name in (TOYS, *FOLDERS, *SHORTLISTS):
         yield name, code.hexdigest()
     for name, args in EXPORTS.items():
         key = code.copy()
@@ -88,6 +90,9 @@ def _make(folder: Path, name: str) -> None:
         return
     if name in FOLDERS:
         _export_folder(folder, name)
+        return
+    if name in SHORTLISTS:
+        _export_with_shortlist(folder / f"{name}.onnx", SHORTLISTS[name])
         return
     from tformer_export.cli import command
 
@@ -113,6 +118,33 @@ def _export_folder(folder: Path, name: str) -> None:
         path.unlink(missing_ok=True)
         export(load_source(source), path)
     write_golden(make_golden(path), folder / f"{name}.golden.json")
+
+
+def _export_with_shortlist(path: Path, quantization: str) -> None:
+    """Export a translator with random weights, 600 ids and a shortlist, which has 10 to 59 of the ids as sources."""
+    import numpy as np
+    import torch
+
+    from tformer_export import export
+    from tformer_models.seq2seq import Seq2SeqTransformer
+
+    torch.manual_seed(0)
+    sizes = {"width": 32, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 64, "max_length": 24}
+    model = Seq2SeqTransformer(600, 600, dropout=0.0, tie_output=quantization == "none", **sizes).eval()
+    with torch.no_grad():
+        model.output.weight.normal_(0, 1)
+    random = np.random.default_rng(0)
+    sources = [random.integers(10, 60, random.integers(3, 8)).tolist() for _ in range(60)]
+    ids = torch.randint(10, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as temporary:
+        lines = Path(temporary) / "lines.jsonl"
+        lines.write_text("".join(json.dumps({"src": source}) + "\n" for source in sources))
+        path.unlink(missing_ok=True)
+        export(
+            model, path, {"src": ids, "tgt": ids}, "tgt", quantization=quantization, shortlist=lines,
+            special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+            generation_defaults={"max_new_tokens": 10},
+        )  # fmt: skip
 
 
 def _write_toys(folder: Path) -> None:
