@@ -59,6 +59,19 @@ describe.each(["node", "wasm"])("on %s", (device) => {
         for (const [name, values] of found) close(values, expected[name], 1e-4);
       }
     }
+    const [word] = pairs[2];
+    const whole = await model.generate(word, { crossAttentions: true });
+    const [, positions] = whole.crossAttentions!.shape;
+    let text = "";
+    for await (const piece of model.stream(word)) {
+      text += piece;
+      const sounds = text.split(" ").slice(0, -1); // as the page of `demo` does: the last one may be half a sound
+      if (!sounds.length) continue;
+      const { data, shape } = await model.align(word, sounds.join(" "));
+      expect(shape).toEqual([sounds.length, positions]);
+      data.forEach((value, i) => expect(Math.abs(value - whole.crossAttentions!.data[i])).toBeLessThan(1e-5));
+    }
+    expect(text).toBe(whole.text);
     await expect(model.align("a", "AH ".repeat(90))).rejects.toThrow(
       /the tokens are \d+ tokens long and the model holds/,
     );
