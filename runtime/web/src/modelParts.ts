@@ -4,7 +4,9 @@
  */
 
 import { numberArray } from "./base/arrays.js";
+import { isNode } from "./backend/devices.js";
 import { ModelFileError, OptionError } from "./base/errors.js";
+import { startTimeLimits } from "./base/timeLimit.js";
 import { settingsOf } from "./decoding/options.js";
 import type { Engine } from "./engine/engine.js";
 import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
@@ -40,6 +42,8 @@ export interface ModelParts {
 export async function loadParts(engine: Engine): Promise<ModelParts> {
   const { manifest, name } = engine;
   try {
+    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
+    if (isNode() && textCode && manifest.tokenizers.some(textCode.hasExpressions)) await startTimeLimits();
     const forecaster = await forecasterOf(engine);
     const task = forecaster || manifest.decode ? undefined : await taskOf(manifest);
     const speechToText = isSpeechToText(manifest)
@@ -50,7 +54,6 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
     }
     const hasTemplate = manifest.chatTemplate !== undefined;
     const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
-    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
     return {
       textCode,
       templateOf,

@@ -11,7 +11,12 @@ from tformer_runtime import Model
 from tformer_runtime.decoding.request import Result
 
 BUILD = Path(__file__).resolve().parents[4] / "build" / "web"
-PAIRS = [("transformer", "T R AE N S"), ("a", "AH"), ("pronunciation", "P R AH N AH N S IY EY SH AH N"), ("onnx", "AA N K S")]
+PAIRS = [
+    ("transformer", "T R AE N S"),
+    ("a", "AH"),
+    ("pronunciation", "P R AH N AH N S IY EY SH AH N"),
+    ("onnx", "AA N K S"),
+]
 TEXTS = ["Das Passwort ist zu kurz", "file not found", "x", "Slaptažodis per trumpas 😀"]
 OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 8},
