@@ -42,13 +42,12 @@ export interface ConnectionOptions {
 
 const ABORT_MS = 2000; // longer than most steps of a model
 
-/** Return the error of an aborted call of a side that computes and reads no messages. */
-function noAnswer(signal: AbortSignal | undefined): AbortedError {
-  return new AbortedError(
-    "the call was aborted by its signal, and the worker of the model still computes: dispose() ends it",
-    undefined,
-    signal?.reason,
-  );
+/** The error of an aborted call of a side that computes and reads no messages. */
+class SilentError extends AbortedError {
+  constructor(signal: AbortSignal | undefined) {
+    const reason = "the call was aborted by its signal, and the worker of the model still computes: dispose() ends it";
+    super(reason, undefined, signal?.reason);
+  }
 }
 
 export class Connection {
@@ -76,7 +75,10 @@ export class Connection {
     let timer: ReturnType<typeof setTimeout> | undefined;
     const abort = () => {
       this.port.postMessage({ kind: "abort", id } satisfies Message);
-      timer = setTimeout(() => this.waiting.get(id)?.reject(noAnswer(signal)), this.options.abortTime ?? ABORT_MS);
+      timer = setTimeout(
+        () => this.waiting.get(id)?.reject(new SilentError(signal)),
+        this.options.abortTime ?? ABORT_MS,
+      );
     };
     try {
       this.post({ kind: "call", id, name, args });
@@ -99,6 +101,7 @@ export class Connection {
   /** Yield the values of an iterator of the other side. */
   async *values(number: number, signal?: AbortSignal): AsyncGenerator<unknown, unknown> {
     let isOpen = true;
+    let isSilent = false; // does not answer
     try {
       for (;;) {
         const { done, value } = (await this.call("iterator.next", [number], signal)) as IteratorResult<unknown>;
@@ -110,9 +113,13 @@ export class Connection {
       }
     } catch (error) {
       if (!signal?.aborted) isOpen = false; // an iterator ends with its error
+      isSilent = error instanceof SilentError;
       throw error;
     } finally {
-      if (isOpen && this.ended === undefined) await this.call("iterator.return", [number]).catch(() => {});
+      if (isOpen && this.ended === undefined) {
+        const closing = this.call("iterator.return", [number]).catch(() => {});
+        if (!isSilent) await closing;
+      }
     }
   }
 

@@ -53,5 +53,19 @@ test("a call of a worker that reads no messages ends soon after its signal", asy
   const error = await call.catch((thrown: unknown) => thrown);
   expect(error).toBeInstanceOf(AbortedError);
   expect((error as Error).message).toContain("the worker of the model still computes: dispose() ends it");
+  let count = 0;
+  const other = new Connection(port2 as unknown as Port, {});
+  const never = () => new Promise<never>(() => {});
+  const number = other.share({
+    next: () => (count++ ? never() : Promise.resolve({ done: false, value: 1 })),
+    return: never,
+  });
+  const second = new AbortController();
+  const values = connection.values(number, second.signal);
+  expect((await values.next()).value).toBe(1);
+  const next = values.next();
+  setTimeout(() => second.abort(), 10);
+  await expect(next).rejects.toThrow("the worker of the model still computes");
+  other.end(new Error("over"));
   port2.close();
 });
