@@ -40,6 +40,8 @@ const TOYS = [
   "tiny-whisper",
   "tiny-llava",
   "tiny-smolvlm",
+  "shortlist",
+  "shortlist-int8",
 ];
 
 describe.each(["node", "wasm"])("on %s", (device) => {

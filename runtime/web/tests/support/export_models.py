@@ -105,10 +105,13 @@ def _make(folder: Path, name: str) -> None:
 
 def _export_folder(folder: Path, name: str) -> None:
     """Export a model of transformers from a folder, and write its golden file."""
+    import transformers
+
     from tformer_export import export
     from tformer_export.sources import load_source
     from tformer_export.verify.golden.record import make_golden, write_golden
 
+    transformers.utils.logging.disable_progress_bar()
     module, model, processor = FOLDERS[name]
     makers = import_module(f"support.{module}")
     path = folder / f"{name}.onnx"
@@ -126,6 +129,7 @@ def _export_with_shortlist(path: Path, quantization: str) -> None:
     import torch
 
     from tformer_export import export
+    from tformer_export.verify.golden.record import make_golden, write_golden
     from tformer_models.seq2seq import Seq2SeqTransformer
 
     torch.manual_seed(0)
@@ -145,6 +149,7 @@ def _export_with_shortlist(path: Path, quantization: str) -> None:
             special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
             generation_defaults={"max_new_tokens": 10},
         )  # fmt: skip
+    write_golden(make_golden(path), path.with_suffix(".golden.json"))
 
 
 def _write_toys(folder: Path) -> None:
