@@ -580,8 +580,17 @@ export class Model {
    * detected) and task ("transcribe", or "translate" to English).
    */
   async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
+    const { value } = await this.transcribeBatch([sound], options).next();
+    return value as Transcription;
+  }
+
+  /** Run `transcribe` for any number of sounds, read lazily. Yield the results in the order of the sounds. */
+  transcribeBatch(
+    sounds: Iterable<Sound> | AsyncIterable<Sound>,
+    options: PredictOptions = {},
+  ): AsyncGenerator<Transcription> {
     if (!this.parts.speechToText && this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
-    return (await this.predict(sound as Input, options)) as Transcription;
+    return this.predictBatch(sounds as Iterable<Input>, options) as AsyncGenerator<Transcription>;
   }
 
   /**

@@ -252,6 +252,10 @@ export class RemoteModel implements Public<Model> {
     return (await this.call("transcribe", [sendable(sound)], options)) as Transcription;
   }
 
+  transcribeBatch(sounds: Inputs<Sound>, options: PredictOptions = {}): AsyncGenerator<Transcription> {
+    return this.iterate("transcribeBatch", [sounds], options) as AsyncGenerator<Transcription>;
+  }
+
   async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
     return (await this.call("forecast", [history], options)) as NumberArray;
   }

@@ -1,8 +1,9 @@
 import { afterAll, describe, expect, test } from "vitest";
 import { camelCase } from "../../src/format/typedJson.js";
-import { AbortedError, InputError, Model, type Transcription } from "../../src/index.js";
+import { AbortedError, InputError, Model, ModelFileError, type Transcription } from "../../src/index.js";
 import { DecoderPrompt, splitSegments, timestampRules, type PromptSettings } from "../../src/tasks/decoderPrompt.js";
-import { Golden, type Place } from "../golden/golden.js";
+import { SpeechToText } from "../../src/tasks/speechToText.js";
+import { errorOf, Golden, type Place } from "../golden/golden.js";
 import { modelPath } from "../support/models.js";
 
 interface Expected {
@@ -80,6 +81,8 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     expect(together.length).toBe(expected.length);
     together.forEach((result, i) => compare(result, expected[i]));
     compare(await model.transcribe(sounds[3], settings), expected[3]);
+    const few = await all(model.transcribeBatch(sounds.slice(0, 3), settings));
+    few.forEach((result, i) => compare(result, expected[i]));
     compare((await model.predict({ samples: sounds[0], samplingRate: 16000 }, settings)) as Transcription, expected[0]);
     expect(model.memory().usedBytes).toBe(0);
   });
@@ -123,6 +126,32 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     await expect(call).rejects.toThrow(AbortedError);
     expect(model.memory().usedBytes).toBe(0);
   });
+});
+
+test("damaged settings of a file are refused", async () => {
+  const model = await Model.load(modelPath("tiny-whisper"), { device: "node", threads: 1 });
+  const { manifest } = model;
+  const changed = (name: string, value: unknown) => {
+    const settings = new Map([...manifest.outputMeaning.settings, [name, value]]);
+    return { ...manifest, outputMeaning: { ...manifest.outputMeaning, settings } };
+  };
+  for (const [name, value, reason] of [
+    ["languages", { "<|en|>": 9999 }, "an id beyond the 318 of the model"],
+    ["forced", [null, 318], "an id beyond the 318 of the model"],
+    ["language", "xx", 'no token of "xx"'],
+    ["task", "sing", 'no token of "sing"'],
+    ["step", 0, "a time step of 0 s"],
+    ["stride", 0, "$.stride"],
+    ["latest", -1, "$.latest"],
+    ["other", 1, "unknown field `other`"],
+  ] as const) {
+    const error = errorOf(() => DecoderPrompt.of(changed(name, value)));
+    expect(error, name).toBeInstanceOf(ModelFileError);
+    expect(error.message, name).toContain(reason);
+  }
+  const special = { ...manifest.specialTokens, bosTokenIds: [] };
+  expect(errorOf(() => new SpeechToText({ ...manifest, specialTokens: special })).message).toContain("are damaged");
+  await model.dispose();
 });
 
 test("rules of times are those of the Python runtime", () => {

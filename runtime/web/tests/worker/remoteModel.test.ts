@@ -256,7 +256,7 @@ test("attention weights and transcriptions", async () => {
   const expected = await ownSpeech.transcribe(sound, { language: "de" });
   expect(expected.segments.length).toBeGreaterThan(0);
   expect(await speech.transcribe(sound, { language: "de" })).toEqual(expected);
-  expect((await all(speech.predictBatch([sound], { language: "de" })))[0]).toEqual([expected]);
+  expect((await all(speech.transcribeBatch([sound], { language: "de" })))[0]).toEqual([expected]);
   await speech.dispose();
   await ownSpeech.dispose();
 });
