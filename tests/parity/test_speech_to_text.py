@@ -18,11 +18,19 @@ import openai
 import pytest
 import soundfile
 import torch
-import transformers
 from support.command_lines import failed, run
 from support.servers import RunningServer
-from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from support.tiny_whisper import (
+    END,
+    FIRST_TIMESTAMP_ID,
+    ID,
+    RATE,
+    WINDOW,
+    seeded_model,
+    seeded_processor,
+    sound,
+    write_folder,
+)
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from tformer_export import export
@@ -48,42 +56,6 @@ from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.tasks import speech_to_text
 from tformer_runtime.tasks.speech_to_text import DecoderPrompt, SpeechToText, TimestampRules, Transcriber
 
-RATE, WINDOW = 16000, 50  # WINDOW: the number of steps of 20 ms in a window
-BYTES = sorted(bytes_to_unicode().values())
-SPECIAL = [
-    "<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
-    "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>",
-]  # fmt: skip
-ID = {token: len(BYTES) + i for i, token in enumerate(SPECIAL)}
-FIRST_TIMESTAMP_ID = ID["<|notimestamps|>"] + 1
-LANGUAGES = {token: ID[token] for token in ("<|en|>", "<|de|>", "<|fr|>")}
-END = ID["<|endoftext|>"]
-
-
-def seeded_model():
-    torch.manual_seed(11)
-    config = transformers.WhisperConfig(
-        vocab_size=FIRST_TIMESTAMP_ID + WINDOW + 1, num_mel_bins=12, d_model=32, encoder_layers=1, decoder_layers=2,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        max_source_positions=WINDOW, max_target_positions=40, init_std=0.6, pad_token_id=END, bos_token_id=END,
-        eos_token_id=END, decoder_start_token_id=ID["<|startoftranscript|>"],
-    )  # fmt: skip
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    model.generation_config = transformers.GenerationConfig(
-        decoder_start_token_id=ID["<|startoftranscript|>"], eos_token_id=END, pad_token_id=END, bos_token_id=END,
-        max_length=40, suppress_tokens=[3, 7, *(ID[t] for t in SPECIAL[5:10])], begin_suppress_tokens=[32, END],
-        no_timestamps_token_id=ID["<|notimestamps|>"], max_initial_timestamp_index=10, is_multilingual=True,
-        lang_to_id=LANGUAGES, task_to_id={"transcribe": ID["<|transcribe|>"], "translate": ID["<|translate|>"]},
-    )  # fmt: skip
-    return model
-
-
-def sound(seconds, seed):
-    random, time = np.random.default_rng(seed), np.arange(round(seconds * RATE)) / RATE
-    tones = sum(np.sin(2 * np.pi * p * time) * np.sin(9 * time + p) for p in random.uniform(100, 5000, 6))
-    return (0.1 * tones + 0.02 * random.standard_normal(len(time))).astype(np.float32)
-
-
 SHORT = [sound(0.4, 1), sound(1.0, 2), sound(0.83, 3)]
 LONG = [sound(2.6, 4), sound(3.17, 5), sound(1.013, 6)]
 
@@ -92,19 +64,9 @@ LONG = [sound(2.6, 4), sound(3.17, 5), sound(1.013, 6)]
 def exported(tmp_path_factory):
     """Return folder, file, model, processor and report."""
     folder = tmp_path_factory.mktemp("dictation") / "folder"
-    model = seeded_model()
-    model.save_pretrained(folder)
-    times = [transformers.AddedToken(f"<|{i * 0.02:.2f}|>", special=False, normalized=False) for i in range(WINDOW + 1)]
-    tokenizer = WhisperTokenizer(vocab={token: i for i, token in enumerate(BYTES)}, merges=[])
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.add_tokens(times)
-    assert tokenizer.convert_tokens_to_ids("<|notimestamps|>") == ID["<|notimestamps|>"]
-    assert tokenizer.convert_tokens_to_ids("<|0.02|>") == FIRST_TIMESTAMP_ID + 1
-    extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1)
-    processor = WhisperProcessor(extractor, tokenizer)
-    processor.save_pretrained(folder)
+    write_folder(folder)
     path = folder.parent / "dictation.onnx"
-    return folder, path, model, processor, export(load_source(folder), path)
+    return folder, path, seeded_model(), seeded_processor(), export(load_source(folder), path)
 
 
 def transformers_results(exported, sound, **options):
@@ -271,8 +233,8 @@ def test_timestamp_rules_match_transformers(logprobs):
 def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
     path = exported[1]
     names = [tmp_path / "short.wav", tmp_path / "long.flac"]
-    for name, sound in zip(names, (SHORT[0], LONG[0]), strict=True):
-        soundfile.write(name, sound, RATE)
+    for name, samples in zip(names, (SHORT[0], LONG[0]), strict=True):
+        soundfile.write(name, samples, RATE)
     sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
     model = Model.load(path)
     result = run(path, *names, "--language", "de", "--json")

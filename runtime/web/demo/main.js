@@ -74,16 +74,21 @@ function lineForm(label, value, button, run, signal, { live = false, hint = "" }
 function pronunciation(model, signal) {
   return lineForm("An English word", "transformer", "Pronounce", async (text, result, ended) => {
     const word = text.trim().toLowerCase();
-    const output = element("p", { class: "text" });
-    result.replaceChildren(output);
-    for await (const piece of model.stream(word, { signal: ended })) output.append(piece);
+    const output = element("p", { class: "text" }), drawing = element("div", {});
+    result.replaceChildren(output, drawing);
+    const draw = async (sounds) => {
+      if (sounds.length && hasAttentions(model)) drawing.replaceChildren(await alignment(model, word, sounds));
+    };
+    for await (const piece of model.stream(word, { signal: ended })) {
+      output.append(piece);
+      if (piece.includes(" ")) await draw(output.textContent.split(" ").slice(0, -1)); // the last one may be half a sound
+    }
+    await draw(output.textContent.split(" "));
     const options = { numBeams: 4, numReturnSequences: 3, signal: ended };
     const best = await model.generate(word, options);
     const rows = [best, ...best.alternatives].map((one) => [one.text, Math.exp(one.score)]);
-    const parts = [output, scores("The three best of four beams", "Sounds", rows)];
-    if (hasAttentions(model)) parts.splice(1, 0, await alignment(model, word, ended));
-    result.replaceChildren(...parts);
-  }, signal, { hint: "The tokens appear as they are computed." });
+    result.append(scores("The three best of four beams", "Sounds", rows));
+  }, signal, { hint: "The tokens appear as they are computed, each with the letters that it comes from." });
 }
 
 function hasAttentions(model) {
@@ -91,13 +96,13 @@ function hasAttentions(model) {
   return [encode, decode].some((stage) => stage?.extras?.some(({ kind }) => kind === "cross_attentions"));
 }
 
-/** Return the weights of the letters for each sound. */
-async function alignment(model, word, signal) {
-  const { text, crossAttentions: { data, shape: [tokens, positions] } } = await model.generate(word, { crossAttentions: true, signal });
-  const letters = [...word], sounds = text.split(" ");
+/** Return the weights of the letters for each of the sounds so far. */
+async function alignment(model, word, sounds) {
+  const { data, shape: [tokens, positions] } = await model.align(word, sounds.join(" "));
+  const letters = [...word];
   const source = Array.from({ length: positions }, (_, i) => letters[i] ?? "end");
-  const rows = Array.from({ length: Math.min(tokens, sounds.length + 1) }, (_, i) => [...data.subarray(i * positions, (i + 1) * positions)]);
-  return heatMap(source, rows.map((_, i) => sounds[i] ?? "end"), rows);
+  const rows = Array.from({ length: tokens }, (_, i) => [...data.subarray(i * positions, (i + 1) * positions)]);
+  return heatMap(source, sounds, rows);
 }
 
 function words(model, signal) {

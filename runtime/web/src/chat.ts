@@ -1,22 +1,77 @@
-/** A conversation, whose cache is kept from turn to turn. */
+/** Caches that outlive a request: a common prefix of many requests, and a conversation. */
 
-import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { checkAborted, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import type { Generator } from "./decoding/generator.js";
 import type { GenerationOptions, Settings } from "./decoding/options.js";
-import { adapterInput, makeRequest, type Request, type Result } from "./decoding/request.js";
+import { adapterInput, makeRequest, type PromptPrefix, type Request, type Result } from "./decoding/request.js";
 import { generateStream } from "./decoding/streaming.js";
+import type { Engine } from "./engine/engine.js";
 import type { State } from "./engine/state.js";
 import { adapterNumber } from "./format/manifest.js";
-import { conversation, type Message, type PromptTemplate } from "./preprocess/conversation.js";
+import type { Sources } from "./format/sizes.js";
+import { conversation, type MessagePart, type PromptTemplate } from "./preprocess/conversation.js";
 import type { Inputs, Value } from "./preprocess/inputs.js";
 
 const PREFILL_CHUNK_TOKENS = 256; // of one step
 
+/** The options of a call that generates. signal: ends it with an AbortedError. */
 export type CallOptions = GenerationOptions & { readonly signal?: AbortSignal };
+
+/**
+ * The cache of a prompt prefix of a decoder-only model, for any number of requests.
+ *
+ * The memory is freed by `release`, and not when the object is lost.
+ */
+export class CachedPrefix {
+  /** Use `Model.cachePrefix`. */
+  private constructor(
+    private readonly engine: Engine,
+    private readonly state: State,
+    private readonly ids: Int32Array,
+  ) {}
+
+  /** Read ids. sources: the pictures of the prefix, and the input that chooses the adapter. */
+  static async read(engine: Engine, ids: Int32Array, sources: Sources, signal?: AbortSignal): Promise<CachedPrefix> {
+    const { maxLength } = engine.manifest;
+    if (ids.length >= maxLength) {
+      throw new InputError(`the prefix is ${ids.length} tokens long and the model holds ${maxLength}: shorten it`);
+    }
+    const requests = new Map([...sources].map(([name, one]) => [name, [one]]));
+    const state = await engine.start(requests, { rows: 1, maxTokens: ids.length });
+    try {
+      await prefill(engine, state, ids, signal);
+    } catch (error) {
+      state.release();
+      throw error;
+    }
+    return new CachedPrefix(engine, state, ids);
+  }
+
+  /** Return the prefix for a request of an engine. Throw UnsupportedCallError after `release`, InputError for another. */
+  promptPrefix(engine: Engine): PromptPrefix {
+    if (engine !== this.engine) {
+      throw new InputError("the prefix was read by another model: read it with this one's cachePrefix()");
+    }
+    if (this.state.released) {
+      throw new UnsupportedCallError(
+        "the prefix has been released and cannot be continued: read it again with cachePrefix()",
+      );
+    }
+    return { state: this.state, tokenIds: this.ids };
+  }
+
+  /** Free the memory. Later requests cannot use the prefix. */
+  release(): void {
+    this.state.release();
+  }
+}
+
+/** A text, or ids in a file without a chat template; for a model that reads pictures also parts. */
+export type ChatMessage = Value | readonly MessagePart[];
 
 /** A message and its answer. ids: of the conversation up to the end of the answer. */
 export interface Turn {
-  readonly message: Value;
+  readonly message: ChatMessage;
   readonly result: Result;
   readonly ids: Int32Array;
 }
@@ -35,10 +90,14 @@ export interface ChatParts {
  *
  * The cost of a turn is the generation of its answer, and reading its message and the previous answer. In a file with a
  * chat template, messages and answers are texts, formatted by the template. Otherwise their ids are concatenated.
+ *
+ * A model that reads pictures takes messages of several parts in a file with a chat template. A turn with pictures reads the
+ * conversation anew, because the pictures are encoded together.
  */
 export class Chat {
   readonly turns: Turn[] = [];
   private state: State | undefined;
+  private sources: Sources = new Map(); // the pictures that the state has read
   private cachedIds = new Int32Array(0); // a prefix of the ids in the cache
   private released = false;
   private busy = false;
@@ -54,15 +113,16 @@ export class Chat {
   }
 
   /**
-   * Generate the answer to a message: a text, or ids in a file without a chat template.
+   * Generate the answer to a message: a text, ids in a file without a chat template, or the parts of a message with
+   * pictures.
    *
    * An error leaves the conversation unchanged. Throw InputError also for a conversation that is too long.
    */
-  async send(message: Value, options: CallOptions = {}): Promise<Result> {
+  async send(message: ChatMessage, options: CallOptions = {}): Promise<Result> {
     const { signal, ...generation } = options;
     const settings = this.parts.settings(generation, false);
     return this.alone(async () => {
-      const { request, ids } = await this.request(message, settings);
+      const { request, ids } = await this.request(message, settings, signal);
       const [result] = await this.parts.generator.generateAll([request], settings, signal);
       this.addTurn(message, ids, result);
       return result;
@@ -70,12 +130,12 @@ export class Chat {
   }
 
   /** Yield the text of the answer of `send` in pieces. The turn is added to the conversation after the last piece. */
-  async *stream(message: Value, options: CallOptions = {}): AsyncGenerator<string, Result> {
+  async *stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
     const { signal, ...generation } = options;
     const settings = this.parts.settings(generation, true);
     this.begin();
     try {
-      const { request, ids } = await this.request(message, settings);
+      const { request, ids } = await this.request(message, settings, signal);
       const result = yield* generateStream(this.parts.generator, request, settings, signal);
       this.addTurn(message, ids, result);
       return result;
@@ -116,67 +176,95 @@ export class Chat {
   }
 
   /** Cache the conversation up to its last id. Return the request for the answer, and the ids up to the answer. */
-  private async request(message: Value, settings: Settings): Promise<{ request: Request; ids: Int32Array }> {
+  private async request(
+    message: ChatMessage,
+    settings: Settings,
+    signal: AbortSignal | undefined,
+  ): Promise<{ request: Request; ids: Int32Array }> {
     const { generator, inputs } = this.parts;
     const { engine } = generator;
     const { manifest } = engine;
-    const ids = this.prompt(message);
+    const { sources, ids } = this.prompt(message);
     if (ids.length >= manifest.maxLength) {
       throw new InputError(
         `the conversation is ${ids.length} tokens long and the model holds ${manifest.maxLength}: rewind it, or begin ` +
           "another",
       );
     }
-    const state = await this.stateFor(settings);
+    const state = await this.stateFor(sources, settings);
     state.rewind(Math.min(commonLength(this.cachedIds, ids), ids.length - 1));
-    let read = state.lengths[0];
+    const read = state.lengths[0];
     this.cachedIds = ids.slice(0, read);
-    while (read < ids.length - 1) {
-      const end = Math.min(ids.length - 1, read + PREFILL_CHUNK_TOKENS);
-      await engine.step(state, ids.subarray(read, end));
-      this.cachedIds = ids.slice(0, end);
-      read = end;
-    }
+    await prefill(engine, state, ids.subarray(read, ids.length - 1), signal);
+    this.cachedIds = ids.slice(0, -1);
     const prefix = { state, tokenIds: this.cachedIds };
     const request = makeRequest(manifest, inputs, ids.subarray(ids.length - 1), 0, settings, prefix);
     return { request, ids };
   }
 
-  /** Return the state of the conversation, which begins anew if the adapter changes: its keys are other numbers. */
-  private async stateFor(settings: Settings): Promise<State> {
+  /**
+   * Return the state of the conversation, which begins anew if the adapter or the pictures change: its keys are other
+   * numbers, and pictures are encoded together.
+   */
+  private async stateFor(sources: Sources, settings: Settings): Promise<State> {
     const { engine } = this.parts.generator;
     const number = adapterNumber(engine.manifest, settings.adapter);
-    if (this.state && (!this.state.adapters || this.state.adapters[0] === number)) return this.state;
-    const requests = new Map([...adapterInput(engine.manifest, settings.adapter)].map(([name, one]) => [name, [one]]));
-    const state = await engine.start(requests, { rows: 1 });
+    const hasAdapter = !this.state?.adapters || this.state.adapters[0] === number;
+    if (this.state && hasAdapter && haveSameItems(sources, this.sources)) return this.state;
+    const all = [...sources, ...adapterInput(engine.manifest, settings.adapter)];
+    const state = await engine.start(new Map(all.map(([name, one]) => [name, [one]])), { rows: 1 });
+    this.sources = sources;
     this.state?.release();
     this.cachedIds = new Int32Array(0);
     this.state = state;
     return state;
   }
 
-  private addTurn(message: Value, ids: Int32Array, result: Result): void {
+  private addTurn(message: ChatMessage, ids: Int32Array, result: Result): void {
     this.turns.push({ message, result, ids: Int32Array.from([...ids, ...result.tokenIds]) });
   }
 
-  /** Return the ids of the conversation up to the answer. */
-  private prompt(message: Value): Int32Array {
+  /** Return the pictures and the ids of the conversation up to the answer. */
+  private prompt(message: ChatMessage): { sources: Sources; ids: Int32Array } {
     const { inputs, template, system } = this.parts;
     if (!template) {
       const before = this.turns[this.turns.length - 1]?.ids ?? [];
-      const { prompt } = inputs.generationInputs(message, !this.turns.length);
-      return Int32Array.from([...before, ...prompt]);
+      const { sources, prompt } = inputs.generationInputs(message as Value, !this.turns.length);
+      if ([...sources.values()].some(({ shape }) => shape[0])) {
+        throw new InputError("the file has no chat template, which pictures in a conversation need: use generate()");
+      }
+      return { sources: new Map(), ids: Int32Array.from([...before, ...prompt]) };
     }
-    if (typeof message !== "string") throw new InputError("a chat template takes text");
-    const messages: Message[] = this.turns.flatMap((turn) => [
-      { role: "user", content: turn.message as string },
+    if (typeof message !== "string" && !this.parts.generator.engine.manifest.placeholders.size) {
+      throw new InputError("a chat template takes text");
+    }
+    const messages: unknown[] = this.turns.flatMap((turn) => [
+      { role: "user", content: turn.message },
       { role: "assistant", content: turn.result.text },
     ]);
     const all = conversation([...messages, { role: "user", content: message }], system);
-    const ids = inputs.conversationIds(template, all);
-    return inputs.generationInputs(ids).prompt;
+    const { sources, prompt } = inputs.generationInputs(inputs.conversationInput(template, all));
+    return { sources, ids: prompt };
   }
 }
+
+/** Add ids to the cache of a state with one row, a chunk per step. Throw AbortedError. */
+async function prefill(engine: Engine, state: State, ids: Int32Array, signal?: AbortSignal): Promise<void> {
+  for (let begin = 0; begin < ids.length; begin += PREFILL_CHUNK_TOKENS) {
+    checkAborted(signal);
+    await engine.step(state, ids.subarray(begin, begin + PREFILL_CHUNK_TOKENS));
+  }
+}
+
+/** Return whether the pictures are the same. Inputs without pictures equal missing inputs. */
+function haveSameItems(one: Sources, other: Sources): boolean {
+  return [...new Set([...one.keys(), ...other.keys()])].every((name) => {
+    const [first, second] = [one, other].map((sources) => sources.get(name)?.data ?? NOTHING);
+    return first.length === second.length && first.every((value, i) => value === second[i]);
+  });
+}
+
+const NOTHING = new Float32Array(0);
 
 /** Return the length of the common prefix of two sequences. */
 function commonLength(one: Int32Array, other: Int32Array): number {

@@ -12,7 +12,7 @@ export {
   UnsupportedCallError,
 } from "./base/errors.js";
 export type { NumberArray } from "./base/arrays.js";
-export { Chat, type CallOptions, type Turn } from "./chat.js";
+export { CachedPrefix, Chat, type CallOptions, type ChatMessage, type Turn } from "./chat.js";
 export type { Alternatives } from "./decoding/logProbabilities.js";
 export type { GenerationOptions } from "./decoding/options.js";
 export type { Result, Timing } from "./decoding/request.js";
@@ -21,12 +21,19 @@ export type { Manifest } from "./format/manifest.js";
 export type { Progress } from "./loading/download.js";
 export type { ModelAddress } from "./loading/source.js";
 export type { ModelStore } from "./loading/store.js";
-export { Model, type BatchOptions, type LoadOptions, type PredictOptions } from "./model.js";
-export type { Message, Tools } from "./preprocess/conversation.js";
+export {
+  Model,
+  type AttentionLabels,
+  type BatchOptions,
+  type GenerateOptions,
+  type LoadOptions,
+  type PredictOptions,
+} from "./model.js";
+export type { Message, MessagePart, Tools } from "./preprocess/conversation.js";
 export type { Input, Value } from "./preprocess/inputs.js";
 export type { Classification } from "./tasks/classification.js";
 export type { Vectors } from "./tasks/features.js";
-export type { Segment, Transcription } from "./tasks/ctcRecognition.js";
+export type { Segment, Transcription } from "./tasks/speech.js";
 export type { ForecastOptions } from "./tasks/forecasting.js";
 export type { Sound } from "./preprocess/audio.js";
 export type { ImageInput } from "./preprocess/images.js";

@@ -1,12 +1,12 @@
 /** `Model`: a loaded model file, and the calls of all tasks. */
 
-import type { NumberArray } from "./base/arrays.js";
+import { numberArray, type NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
 import { backendOf, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
-import { Chat, type CallOptions } from "./chat.js";
+import { CachedPrefix, Chat, type CallOptions } from "./chat.js";
 import { Generator } from "./decoding/generator.js";
 import { settingsOf, type GenerationOptions, type Settings } from "./decoding/options.js";
 import { inOrder, WINDOW_BATCHES, type Item } from "./decoding/ordered.js";
@@ -17,10 +17,13 @@ import { generateStream } from "./decoding/streaming.js";
 import { Engine } from "./engine/engine.js";
 import {
   adapterNumber,
+  ATTENTIONS,
   CROSS_ATTENTIONS,
   extraOutputs,
   HIDDEN_STATES,
+  moduleOf,
   takesPrompt,
+  type ExtraOutput,
   type Manifest,
 } from "./format/manifest.js";
 import { loadParts, type ModelParts } from "./modelParts.js";
@@ -29,15 +32,16 @@ import type { ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
-import { Inputs, type Input, type Value } from "./preprocess/inputs.js";
+import type { ImageInput } from "./preprocess/images.js";
+import { Inputs, isMapping, type Input, type Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
 import type { Answer } from "./tasks/questionAnswering.js";
 import type { Span } from "./tasks/tokenClassification.js";
 import type { Features } from "./tasks/features.js";
-import { scoreTokens } from "./tasks/givenTokens.js";
-import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { SpeechToText } from "./tasks/speechToText.js";
+import type { Transcription } from "./tasks/speech.js";
 import type { Filled } from "./tasks/fillMask.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import { runSinglePass } from "./tasks/singlePass.js";
@@ -80,9 +84,28 @@ const LOAD_OPTIONS = [
   "wasmBinary",
 ];
 const WASM_BYTES = 2 ** 32;
+/** Kind of extra outputs → its name, and the option of the export that writes them. */
+const EXTRAS = {
+  [CROSS_ATTENTIONS]: ["cross-attention weights", "--cross-attentions"],
+  [ATTENTIONS]: ["attention weights", "--attentions"],
+  [HIDDEN_STATES]: ["hidden states", "--hidden-states NAME"],
+} as const;
 
-/** Options of a call for many inputs. batchSize: inputs that are computed together; 32 by default. */
-export type BatchOptions = CallOptions & { readonly batchSize?: number };
+/** Options of a call for one input. */
+export type GenerateOptions = CallOptions & {
+  /** A cached prefix that goes before the input, from `cachePrefix`. */
+  readonly prefix?: CachedPrefix;
+  /** The pictures of a prompt, for a model that reads them, in the order of their markers in the text. */
+  readonly images?: readonly ImageInput[];
+};
+
+/** Options of a call for many inputs. */
+export type BatchOptions = CallOptions & {
+  /** Inputs that are computed together; 32 by default. */
+  readonly batchSize?: number;
+  /** A cached prefix that goes before each input, from `cachePrefix`. */
+  readonly prefix?: CachedPrefix;
+};
 
 /** Options of `predict`. */
 export interface PredictOptions {
@@ -95,6 +118,14 @@ export interface PredictOptions {
   readonly signal?: AbortSignal;
   /** Settings of the task, such as topK. */
   readonly [setting: string]: unknown;
+}
+
+/** Labels of attention weights. */
+export interface AttentionLabels {
+  /** Of the source positions. */
+  readonly source: string[];
+  /** Of the generated tokens. */
+  readonly tokens: string[];
 }
 
 interface GenerationItem extends Item<Result> {
@@ -118,7 +149,7 @@ export class Model {
     private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
-    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode);
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode, parts.promptItems);
     this.generator = new Generator(engine, this.inputs.outputCodec);
   }
 
@@ -198,10 +229,10 @@ export class Model {
    *
    * Throw InputError, OptionError, AbortedError, or UnsupportedCallError for a model that does not generate.
    */
-  async generate(input: Input, options: CallOptions = {}): Promise<Result> {
-    const { signal, ...generation } = options;
+  async generate(input: Input, options: GenerateOptions = {}): Promise<Result> {
+    const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation);
-    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    const request = this.request(input, 0, settings, prefix, images);
     return (await this.generator.generateAll([request], settings, signal))[0];
   }
 
@@ -210,10 +241,10 @@ export class Model {
    *
    * Errors as of `generate`. Throw OptionError also for several results, crossAttentions and hiddenStates.
    */
-  stream(input: Input, options: CallOptions = {}): AsyncGenerator<string, Result> {
-    const { signal, ...generation } = options;
+  stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
+    const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
-    const request = makeRequest(this.manifest, this.inputs, input, 0, settings);
+    const request = this.request(input, 0, settings, prefix, images);
     return generateStream(this.generator, request, settings, signal);
   }
 
@@ -224,20 +255,76 @@ export class Model {
    * Errors as of `generate`. An InputError has the number of its input, from 1.
    */
   generateBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
-    const { signal, batchSize = 32, ...generation } = options;
+    const { signal, prefix, batchSize = 32, ...generation } = options;
     checkInt("batchSize", batchSize);
     const settings = this.settings(generation);
     const { generator } = this;
+    // Rows with a past read one token at a time, unless the file can read more.
+    const rows = prefix && !this.engine.decode.chunkedPrefill ? 1 : batchSize;
     return inOrder<Input, GenerationItem, Result>(severalInputs(inputs), {
       windowSize: WINDOW_BATCHES * batchSize,
-      read: (input, index) => ({ request: makeRequest(this.manifest, this.inputs, input, index, settings) }),
-      batches: (items) => generationBatches(items, batchSize),
+      read: (input, index) => ({ request: this.request(input, index, settings, prefix) }),
+      batches: (items) => generationBatches(items, rows),
       run: async (batch) => {
         const tasks = batch.map(({ request }) => generator.makeTask(request, settings));
         await generator.run(tasks, settings, signal);
         batch.forEach((item, i) => (item.outcome = outcomeOf(generator, tasks[i])));
       },
     });
+  }
+
+  private request(
+    input: Input,
+    index: number,
+    settings: Settings,
+    prefix: CachedPrefix | undefined,
+    images?: readonly ImageInput[],
+  ): Request {
+    if (prefix !== undefined && !(prefix instanceof CachedPrefix)) {
+      throw new OptionError("prefix must be a cached prefix, of cachePrefix()", "prefix");
+    }
+    const own = images === undefined ? input : this.picturedPrompt(input, images);
+    return makeRequest(this.manifest, this.inputs, own, index, settings, prefix?.promptPrefix(this.engine));
+  }
+
+  /**
+   * Compute the cache of an input once, as the prefix of many requests: `generate(…, { prefix })`.
+   *
+   * The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special tokens of
+   * the tokenizer occur once, before the prefix and after the input. `release` frees the memory of the prefix.
+   *
+   * adapter: the adapter with which the prefix is read. Its requests must have the same one.
+   * Throw UnsupportedCallError for a model with an encoder, which reads a source as a whole.
+   */
+  async cachePrefix(
+    input: Input,
+    options: { readonly adapter?: string; readonly signal?: AbortSignal } = {},
+  ): Promise<CachedPrefix> {
+    checkNames(Object.keys(options), ["adapter", "signal"]);
+    this.mustBeDecoderOnly("prefix");
+    const { sources, prompt } = this.inputs.generationInputs(input, true, false);
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    return CachedPrefix.read(this.engine, prompt, all, options.signal);
+  }
+
+  /**
+   * Return a prompt with pictures as an input of `generateBatch` and `cachePrefix`.
+   *
+   * prompt: a text with a marker for each picture, such as "<image>", or ids with their placeholders.
+   * images: decoded pictures in the order of their markers.
+   * Throw UnsupportedCallError for a model that reads no pictures in its prompt.
+   */
+  picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
+    this.mustGenerate("read pictures");
+    const [name] = this.manifest.placeholders.keys();
+    if (name === undefined) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) reads no pictures in its prompt: leave out images`,
+      );
+    }
+    if (isMapping(prompt))
+      throw new InputError("the input is an object, which has its pictures already: leave out images");
+    return { [this.inputs.step]: prompt as Value, [name]: images };
   }
 
   /**
@@ -257,18 +344,113 @@ export class Model {
     const known = target === undefined ? startCount : prompt.length;
     const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
     const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { scoreTokens } = await import("./tasks/givenTokens.js");
     const scores = await scoreTokens(this.engine, all, Int32Array.from([...prompt, ...ids]));
     return scores.slice(Math.max(known, 1) - 1);
   }
 
-  /** Return the ids of a conversation up to the answer, as an input of `generate`, by the file's chat template. */
+  /**
+   * Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
+   *
+   * Throw UnsupportedCallError for a file that was exported without cross-attention weights.
+   */
+  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
+    checkNames(Object.keys(options), ["adapter"]);
+    this.extras(CROSS_ATTENTIONS);
+    const { sources, prompt } = this.inputs.generationInputs(source);
+    const ids = this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const read = Int32Array.from([...prompt, ...ids]).subarray(0, -1);
+    const { data, shape } = (await extraValues(this.engine, all, read, [CROSS_ATTENTIONS])).get(CROSS_ATTENTIONS)!;
+    const first = Math.max(prompt.length, 1) - 1;
+    return numberArray(data.slice(first * shape[1]), [shape[0] - first, shape[1]]);
+  }
+
+  /** Return labels for the crossAttentions of a result: the source token of each column, and the token of each row. */
+  async labels(source: Input, result: Pick<Result, "tokenIds" | "crossAttentions">): Promise<AttentionLabels> {
+    this.mustGenerate("label attention weights");
+    const { sources } = this.inputs.generationInputs(source);
+    const columns = this.inputs.positionLabels(sources, result.crossAttentions?.shape[1] ?? 0);
+    return { source: columns, tokens: this.inputs.tokenLabels(this.inputs.step, result.tokenIds) };
+  }
+
+  /**
+   * Return the outputs of the exported submodules, by their names in the source model.
+   *
+   * A submodule of an encoder has (source positions, …). A submodule of a decoder has (tokens, …) for `source` or the start
+   * tokens, and then `target`. In a model with an encoder it has values only if there is a target.
+   * Throw UnsupportedCallError for a file that was exported without hidden states.
+   */
+  async hiddenStates(
+    source: Input,
+    target?: Value,
+    options: { readonly adapter?: string } = {},
+  ): Promise<Map<string, NumberArray>> {
+    checkNames(Object.keys(options), ["adapter"]);
+    const extras = this.extras(HIDDEN_STATES);
+    const { decode } = this.manifest;
+    if (target !== undefined && !decode) this.mustGenerate("read a target");
+    const { sources, prompt } = decode
+      ? this.inputs.generationInputs(source)
+      : { sources: await this.inputs.singlePassArrays(source), prompt: new Int32Array(0) };
+    const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
+    const read = target === undefined && sources.size ? new Int32Array(0) : Int32Array.from([...prompt, ...ids]);
+    const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const values = await extraValues(
+      this.engine,
+      all,
+      read,
+      extras.map(({ name }) => name),
+    );
+    const moduleNames = new Map(extras.map((extra) => [extra.name, moduleOf(extra)]));
+    return new Map([...values].map(([name, value]) => [moduleNames.get(name)!, value]));
+  }
+
+  /**
+   * Return the attention weights of a single-pass model, and a label for each position.
+   *
+   * Weights are (layers, heads, query positions, key positions); rows sum to 1. Layers and heads are in the order in which
+   * the model computes them. Labels are tokens, ids without a tokenizer, or numbers. Options as of `predict`.
+   * Throw InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported without
+   * attention weights.
+   */
+  async attentions(
+    input: Input,
+    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+  ): Promise<{ weights: NumberArray; labels: string[] }> {
+    const task = this.task("give attention");
+    this.extras(ATTENTIONS);
+    const { truncate = false, adapter, ...settings } = options;
+    const checked = task.settings(settings);
+    const sources = await task.singleRequest(input, this.inputs, task.truncates(truncate, checked), checked);
+    const all = new Map([...sources, ...this.adapterInput(adapter)]);
+    const { extraValues } = await import("./tasks/givenTokens.js");
+    const weights = (await extraValues(this.engine, all, new Int32Array(0), [ATTENTIONS])).get(ATTENTIONS)!;
+    return { weights, labels: this.inputs.positionLabels(sources, weights.shape[weights.shape.length - 1]) };
+  }
+
+  /** Return the file's extra outputs of a kind. Throw UnsupportedCallError if it has none. */
+  private extras(kind: keyof typeof EXTRAS): ExtraOutput[] {
+    this.mustNotForecast(`give ${kind}`);
+    const extras = extraOutputs(this.manifest).filter((extra) => extra.kind === kind);
+    if (extras.length) return extras;
+    const [missing, flag] = EXTRAS[kind];
+    throw new UnsupportedCallError(`${this.engine.name} holds no ${missing}: export the model with ${flag}`);
+  }
+
+  /**
+   * Return a conversation up to the answer, as an input of `generate`, by the file's chat template: its ids; for a model
+   * that reads pictures, an object of the ids and the pixels.
+   */
   async prompt(
     messages: string | readonly Message[],
     options: { readonly system?: string; readonly tools?: Tools } = {},
-  ): Promise<Int32Array> {
+  ): Promise<Input> {
     checkNames(Object.keys(options), ["system", "tools"]);
     this.mustBeDecoderOnly("chat");
-    return this.inputs.conversationIds(this.chatTemplate(), conversation(messages, options.system), options.tools);
+    return this.inputs.conversationInput(this.chatTemplate(), conversation(messages, options.system), options.tools);
   }
 
   /** Start a conversation, whose cache is kept from turn to turn. system: a message, for a file with a chat template. */
@@ -302,8 +484,14 @@ export class Model {
     return value;
   }
 
-  /** Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs. */
+  /**
+   * Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs.
+   *
+   * A speech recognizer yields the results of `transcribe`, also one that generates.
+   */
   predictBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
+    const { speechToText } = this.parts;
+    if (speechToText && !this.disposed) return this.transcribeAll(speechToText, severalInputs(inputs), options);
     const task = this.task("predict");
     const { truncate = false, batchSize = task.batchSize, adapter, signal, ...settings } = options;
     checkInt("batchSize", batchSize);
@@ -366,10 +554,43 @@ export class Model {
     return (await collected(this.predictBatch(severalInputs(inputs), options))) as T[];
   }
 
-  /** Return the transcription of a sound. Options as of `predict`: timestamps, numBeams, chunkLengthS, strideLengthS. */
+  private transcribeAll(
+    speechToText: SpeechToText,
+    sounds: Iterable<Input> | AsyncIterable<Input>,
+    options: PredictOptions,
+  ): AsyncGenerator<Transcription> {
+    const { truncate = false, batchSize = speechToText.batchSize, adapter, signal, ...settings } = options;
+    checkInt("batchSize", batchSize);
+    if (checkBoolean("truncate", truncate)) {
+      throw new OptionError(
+        "truncate is not for a model that transcribes speech: it reads sounds of any length",
+        "truncate",
+      );
+    }
+    const checked = speechToText.settings(settings);
+    const run = { batchSize, signal, adapter: this.adapterInput(adapter) };
+    return speechToText.transcribeAll(this.generator, sounds as Iterable<Sound>, checked, run);
+  }
+
+  /**
+   * Return the transcription of a sound.
+   *
+   * Options as of `predict`, and of a model that scores each frame (CTC): timestamps (true or "word", "char"), numBeams,
+   * chunkLengthS and strideLengthS; of a model that generates: timestamps (true or false), numBeams, language (by default
+   * detected) and task ("transcribe", or "translate" to English).
+   */
   async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
-    if (this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
-    return (await this.predict(sound as Input, options)) as Transcription;
+    const { value } = await this.transcribeBatch([sound], options).next();
+    return value as Transcription;
+  }
+
+  /** Run `transcribe` for any number of sounds, read lazily. Yield the results in the order of the sounds. */
+  transcribeBatch(
+    sounds: Iterable<Sound> | AsyncIterable<Sound>,
+    options: PredictOptions = {},
+  ): AsyncGenerator<Transcription> {
+    if (!this.parts.speechToText && this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
+    return this.predictBatch(sounds as Iterable<Input>, options) as AsyncGenerator<Transcription>;
   }
 
   /**
@@ -407,15 +628,11 @@ export class Model {
     if (settings.stopStrings.length && !outputCodec) {
       throw new OptionError("stopStrings needs text and the file has no tokenizer", "stopStrings");
     }
-    for (const [kind, isAsked, flag] of [
-      [CROSS_ATTENTIONS, settings.crossAttentions, "--cross-attentions"],
-      [HIDDEN_STATES, settings.hiddenStates, "--hidden-states NAME"],
-    ] as const) {
-      if (isAsked && !extraOutputs(this.manifest).some((extra) => extra.kind === kind)) {
-        const words = kind === CROSS_ATTENTIONS ? "cross-attention weights" : "hidden states";
-        throw new UnsupportedCallError(`${this.engine.name} holds no ${words}: export the model with ${flag}`);
-      }
+    if (options.shortlist && !this.engine.shortlist) {
+      throw new UnsupportedCallError(`${this.engine.name} holds no shortlist: export the model with --shortlist FILE`);
     }
+    if (settings.crossAttentions) this.extras(CROSS_ATTENTIONS);
+    if (settings.hiddenStates) this.extras(HIDDEN_STATES);
     adapterNumber(this.manifest, settings.adapter);
     if (!streams) return settings;
     if (!outputCodec) {
@@ -455,15 +672,20 @@ export class Model {
           "export it with the step_input that it decodes",
       );
     }
+    const { speechToText } = this.parts;
+    if (speechToText) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) ${speechToText.does}: it cannot ${call}; call ${speechToText.call}`,
+      );
+    }
   }
 
   /** Return the task of a single-pass model. Throw UnsupportedCallError for other models. call: the verb of the caller. */
   private task(call: string): Task {
     this.mustNotForecast(call);
     if (this.manifest.decode) {
-      throw new UnsupportedCallError(
-        `this model (${this.manifest.task}) generates: it cannot ${call}; call generate()`,
-      );
+      const { does, call: instead } = this.parts.speechToText ?? { does: "generates", call: "generate()" };
+      throw new UnsupportedCallError(`this model (${this.manifest.task}) ${does}: it cannot ${call}; call ${instead}`);
     }
     return this.parts.task!;
   }

@@ -4,16 +4,20 @@
  */
 
 import { numberArray } from "./base/arrays.js";
-import { ModelFileError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { isNode } from "./backend/devices.js";
+import { ModelFileError, OptionError } from "./base/errors.js";
+import { startTimeLimits } from "./base/timeLimit.js";
 import { settingsOf } from "./decoding/options.js";
 import type { Engine } from "./engine/engine.js";
 import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { PromptTemplate } from "./preprocess/conversation.js";
 import type { DataReader, TextCode } from "./preprocess/inputs.js";
+import type { PromptItems } from "./preprocess/promptItems.js";
 import type { Task } from "./tasks/base.js";
 import type { Forecaster } from "./tasks/forecasting.js";
 import { isSpeechToText, taskOf } from "./tasks/index.js";
+import type { SpeechToText } from "./tasks/speechToText.js";
 
 export interface ModelParts {
   /** Tokenizers; undefined for a file without one. */
@@ -25,36 +29,40 @@ export interface ModelParts {
   /** The task of a single-pass model. */
   readonly task: Task | undefined;
   readonly forecaster: Forecaster | undefined;
+  readonly speechToText: SpeechToText | undefined;
+  /** Reads the pictures of prompts; undefined for a model that reads none. */
+  readonly promptItems: PromptItems | undefined;
 }
 
 /**
  * Return the parts of a model.
  *
- * Throw ModelFileError for settings of the file that no call could use, as a stranger may have written them, and
- * UnsupportedCallError for a file that this runtime cannot run.
+ * Throw ModelFileError for settings of the file that no call could use, as a stranger may have written them.
  */
 export async function loadParts(engine: Engine): Promise<ModelParts> {
   const { manifest, name } = engine;
-  if (manifest.placeholders.size) {
-    throw new UnsupportedCallError(
-      `${name} reads pictures in its prompt, which the JavaScript runtime does not: run it with the Python runtime`,
-    );
-  }
-  if (isSpeechToText(manifest)) {
-    throw new UnsupportedCallError(
-      `${name} transcribes by generating text, which the JavaScript runtime does not: run it with the Python runtime`,
-    );
-  }
   try {
+    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
+    if (isNode() && textCode && manifest.tokenizers.some(textCode.hasExpressions)) await startTimeLimits();
     const forecaster = await forecasterOf(engine);
     const task = forecaster || manifest.decode ? undefined : await taskOf(manifest);
+    const speechToText = isSpeechToText(manifest)
+      ? new (await import("./tasks/speechToText.js")).SpeechToText(manifest)
+      : undefined;
     if (manifest.decode && !forecaster) {
       adapterNumber(manifest, settingsOf({}, manifest.generationDefaults).adapter);
     }
     const hasTemplate = manifest.chatTemplate !== undefined;
     const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
-    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
-    return { textCode, templateOf, dataReaders: await readersOf(manifest), task, forecaster };
+    return {
+      textCode,
+      templateOf,
+      dataReaders: await readersOf(manifest),
+      task,
+      forecaster,
+      speechToText,
+      promptItems: await promptItemsOf(manifest),
+    };
   } catch (error) {
     if (error instanceof ModelFileError) throw new ModelFileError(`${name}: ${error.reason}`, undefined, error);
     if (!(error instanceof OptionError)) throw error;
@@ -71,6 +79,13 @@ async function forecasterOf(engine: Engine): Promise<Forecaster | undefined> {
   const { SeriesPreprocessor } = await import("./preprocess/series.js");
   const { Forecaster } = await import("./tasks/forecasting.js");
   return new Forecaster(engine, SeriesPreprocessor.of(engine.manifest)!);
+}
+
+async function promptItemsOf(manifest: Manifest): Promise<PromptItems | undefined> {
+  if (!manifest.placeholders.size) return undefined;
+  const { imageInputs } = await import("./preprocess/images.js");
+  const { PromptItems } = await import("./preprocess/promptItems.js");
+  return PromptItems.of(manifest, imageInputs(manifest.preprocessing));
 }
 
 async function readersOf(manifest: Manifest): Promise<Map<string, DataReader>> {

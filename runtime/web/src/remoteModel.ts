@@ -1,26 +1,27 @@
 /** A model in a worker, with the calls of `Model`: the page stays free while it computes. */
 
 import type { NumberArray } from "./base/arrays.js";
-import { DeviceError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { DeviceError, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { closedError } from "./backend/session.js";
-import type { CallOptions, Chat, Turn } from "./chat.js";
+import type { CachedPrefix, CallOptions, Chat, ChatMessage, Turn } from "./chat.js";
 import type { Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
 import { absoluteAddress, type ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
-import type { BatchOptions, LoadOptions, Model, PredictOptions } from "./model.js";
+import type { AttentionLabels, BatchOptions, GenerateOptions, LoadOptions, Model, PredictOptions } from "./model.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
+import type { ImageInput } from "./preprocess/images.js";
 import type { Input, Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
-import type { Transcription } from "./tasks/ctcRecognition.js";
+import type { Transcription } from "./tasks/speech.js";
 import type { Classification } from "./tasks/classification.js";
 import type { Filled } from "./tasks/fillMask.js";
 import type { Answer } from "./tasks/questionAnswering.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import type { Span } from "./tasks/tokenClassification.js";
 import { Connection, type Port } from "./worker/connection.js";
-import type { LoadCall, SentTurn, SharedIterator } from "./worker/host.js";
+import type { LoadCall, SentPrefix, SentTurn, SharedIterator } from "./worker/host.js";
 
 type Public<T> = Pick<T, keyof T>;
 type Memory = ReturnType<Model["memory"]>;
@@ -145,11 +146,11 @@ export class RemoteModel implements Public<Model> {
     return this.loaded!.info;
   }
 
-  async generate(input: Input, options: CallOptions = {}): Promise<Result> {
+  async generate(input: Input, options: GenerateOptions = {}): Promise<Result> {
     return (await this.call("generate", [sendable(input)], options)) as Result;
   }
 
-  stream(input: Input, options: CallOptions = {}): AsyncGenerator<string, Result> {
+  stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
     return this.iterate("stream", [sendable(input)], options) as AsyncGenerator<string, Result>;
   }
 
@@ -161,11 +162,56 @@ export class RemoteModel implements Public<Model> {
     return (await this.plainCall("score", [sendable(source), target, options])) as Float32Array;
   }
 
+  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
+    return (await this.plainCall("align", [sendable(source), target, options])) as NumberArray;
+  }
+
+  async labels(source: Input, result: Pick<Result, "tokenIds" | "crossAttentions">): Promise<AttentionLabels> {
+    const { tokenIds, crossAttentions } = result;
+    return (await this.plainCall("labels", [sendable(source), { tokenIds, crossAttentions }])) as AttentionLabels;
+  }
+
+  async hiddenStates(
+    source: Input,
+    target?: Value,
+    options: { readonly adapter?: string } = {},
+  ): Promise<Map<string, NumberArray>> {
+    const values = await this.plainCall("hiddenStates", [sendable(source), target, options]);
+    return values as Map<string, NumberArray>;
+  }
+
+  async attentions(
+    input: Input,
+    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+  ): Promise<{ weights: NumberArray; labels: string[] }> {
+    const found = await this.plainCall("attentions", [sendable(input), options]);
+    return found as { weights: NumberArray; labels: string[] };
+  }
+
   async prompt(
     messages: string | readonly Message[],
     options: { readonly system?: string; readonly tools?: Tools } = {},
-  ): Promise<Int32Array> {
-    return (await this.plainCall("prompt", [messages, options])) as Int32Array;
+  ): Promise<Input> {
+    return (await this.plainCall("prompt", [messages, options])) as Input;
+  }
+
+  async cachePrefix(
+    input: Input,
+    options: { readonly adapter?: string; readonly signal?: AbortSignal } = {},
+  ): Promise<CachedPrefix> {
+    const number = (await this.call("cachePrefix", [sendable(input)], options)) as number;
+    return new RemotePrefix(this, number) as unknown as CachedPrefix;
+  }
+
+  picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
+    if (this.closed) throw closedError();
+    const [name] = this.manifest.placeholders.keys();
+    if (name === undefined) {
+      throw new UnsupportedCallError(
+        `this model (${this.manifest.task}) reads no pictures in its prompt: leave out images`,
+      );
+    }
+    return { [this.manifest.decode!.step.name]: prompt as Value, [name]: images };
   }
 
   chat(options: { readonly system?: string } = {}): Chat {
@@ -206,6 +252,10 @@ export class RemoteModel implements Public<Model> {
     return (await this.call("transcribe", [sendable(sound)], options)) as Transcription;
   }
 
+  transcribeBatch(sounds: Inputs<Sound>, options: PredictOptions = {}): AsyncGenerator<Transcription> {
+    return this.iterate("transcribeBatch", [sounds], options) as AsyncGenerator<Transcription>;
+  }
+
   async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
     return (await this.call("forecast", [history], options)) as NumberArray;
   }
@@ -217,8 +267,7 @@ export class RemoteModel implements Public<Model> {
   /** Call a method of the model, or of a conversation, whose last argument is options with a signal. */
   async call(method: string, args: readonly unknown[], options: AnyOptions, target = 0): Promise<unknown> {
     const { signal, ...rest } = options;
-    checkSendable(rest);
-    return this.connection.call("call", [target, method, args, rest], signal);
+    return this.connection.call("call", [target, method, args, this.sentOptions(rest)], signal);
   }
 
   async plainCall(method: string, args: readonly unknown[], target = 0): Promise<unknown> {
@@ -233,11 +282,18 @@ export class RemoteModel implements Public<Model> {
     target: number | Promise<number> = 0,
   ): AsyncGenerator<unknown, unknown> {
     const { signal, ...rest } = options;
-    checkSendable(rest);
+    const own = this.sentOptions(rest);
     const sent = args.map((one) => this.shared(one));
-    const call = [await target, method, sent, rest];
+    const call = [await target, method, sent, own];
     const number = (await this.connection.call("iterate", call, signal)) as number;
     return yield* this.connection.values(number, signal);
+  }
+
+  /** Return options as they are sent: a cached prefix is the number of that in the worker. */
+  private sentOptions(options: object): object {
+    checkSendable(options);
+    const { prefix } = options as { prefix?: unknown };
+    return prefix instanceof RemotePrefix ? { ...options, prefix: prefix.sent(this) } : options;
   }
 
   /** Return a list of inputs as it is sent, or the number of an iterator, which stays here. */
@@ -256,6 +312,24 @@ export class RemoteModel implements Public<Model> {
   }
 }
 
+/** A cached prefix of a model in a worker. */
+class RemotePrefix implements Pick<CachedPrefix, "release"> {
+  constructor(
+    private readonly model: RemoteModel,
+    private readonly number: number,
+  ) {}
+
+  /** Return what stands for the prefix in a message of a model. */
+  sent(model: RemoteModel): SentPrefix {
+    if (model === this.model) return { cachedPrefix: this.number };
+    throw new InputError("the prefix was read by another model: read it with this one's cachePrefix()");
+  }
+
+  release(): void {
+    this.model.plainCall("release", [], this.number).catch(() => {}); // a closed model has nothing to free
+  }
+}
+
 /** A conversation with a model in a worker. */
 class RemoteChat implements Public<Chat> {
   readonly turns: Turn[] = [];
@@ -266,12 +340,12 @@ class RemoteChat implements Public<Chat> {
     private readonly number: Promise<number>,
   ) {}
 
-  async send(message: Value, options: CallOptions = {}): Promise<Result> {
+  async send(message: ChatMessage, options: CallOptions = {}): Promise<Result> {
     const turn = (await this.model.call("send", [message], options, await this.number)) as SentTurn;
     return this.added(message, turn);
   }
 
-  async *stream(message: Value, options: CallOptions = {}): AsyncGenerator<string, Result> {
+  async *stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
     const turn = yield* this.model.iterate("stream", [message], options, this.number) as AsyncGenerator<
       string,
       SentTurn
@@ -298,7 +372,7 @@ class RemoteChat implements Public<Chat> {
     this.number.then((number) => this.model.plainCall(method, args, number)).catch(() => {});
   }
 
-  private added(message: Value, { result, ids }: SentTurn): Result {
+  private added(message: ChatMessage, { result, ids }: SentTurn): Result {
     this.turns.push({ message, result: result as Result, ids });
     return result as Result;
   }

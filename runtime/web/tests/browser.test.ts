@@ -118,7 +118,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
       await server?.stop();
     });
 
-    test.each(["g2p-web-int4", "g2p", "words", "languages-web", "elnino"])(
+    test.each(["g2p-web-int4", "g2p", "words", "languages-web", "elnino", "tiny-whisper", "tiny-llava"])(
       "%s gives the results of its golden file",
       async (name) => {
         const threads = isolated ? 2 : null;

@@ -37,6 +37,11 @@ const TOYS = [
   "toy-pictures",
   "toy-sounds",
   "toy-series",
+  "tiny-whisper",
+  "tiny-llava",
+  "tiny-smolvlm",
+  "shortlist",
+  "shortlist-int8",
 ];
 
 describe.each(["node", "wasm"])("on %s", (device) => {

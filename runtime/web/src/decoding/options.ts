@@ -48,6 +48,7 @@ export interface Settings {
   readonly noRepeatNgramSize: number;
   readonly logitsProcessor: LogitsProcessor | undefined;
   readonly adapter: string | undefined;
+  readonly shortlist: boolean;
   readonly topLogprobs: number;
   readonly crossAttentions: boolean;
   readonly hiddenStates: boolean;
@@ -109,6 +110,13 @@ export interface GenerationOptions {
   logitsProcessor?: LogitsProcessor;
   /** Use this adapter of the file, by its name; base is the model without any. */
   adapter?: string;
+  /**
+   * For a file with a shortlist, a table of the target ids that are likely for each source id: true (the default) computes
+   * the logits of these candidates only, which is faster; false those of all ids. Ids in `forcedPrefix`, `forcedBosTokenId`
+   * and `logitBias` are always candidates. With a `logitsProcessor` all ids are. Log-probabilities are normalised over the
+   * candidates.
+   */
+  shortlist?: boolean;
   /** Return the N likeliest tokens at each position with their log-probabilities. */
   topLogprobs?: number;
   /** Return the cross-attention weights of each result. The file must have been exported with them. */
@@ -149,6 +157,7 @@ const OPTIONS: Table = {
   noRepeatNgramSize: [check.wholeNumber(0), 0],
   logitsProcessor: [check.logitsProcessor, undefined],
   adapter: [check.text, undefined],
+  shortlist: [check.boolean, true],
   topLogprobs: [check.wholeNumber(0), 0],
   crossAttentions: [check.boolean, false],
   hiddenStates: [check.boolean, false],
@@ -165,7 +174,6 @@ const ABSENT: Readonly<Record<string, string>> = {
   promptLookup: "leave it out: results are the same without speculation",
   draftModel: "leave it out: results are the same without speculation",
   numDraftTokens: "leave it out: results are the same without speculation",
-  shortlist: "leave it out: the logits of all ids are computed",
 };
 
 const SAMPLING = ["temperature", "topK", "topP", "minP"] as const;

@@ -18,6 +18,8 @@ export interface Item<Output> {
 export interface Batching<In, One extends Item<Out>, Out> {
   /** The inputs of a window. */
   readonly windowSize: number;
+  /** A window is complete, too, when the sizes of its items sum to `size`. */
+  readonly limit?: { readonly size: number; of(item: One): number };
   /** Read an input. index: its place in the list of inputs. */
   read(input: In, index: number): One | Promise<One>;
   /** Split a window into batches, in the order in which they run. */
@@ -32,19 +34,23 @@ export async function* inOrder<In, One extends Item<Out>, Out>(
   batching: Batching<In, One, Out>,
 ): AsyncGenerator<Out> {
   let index = 0;
+  let size = 0;
   let window: { item: One; index: number }[] = [];
   let readError: { error: unknown } | undefined;
   for await (const input of inputs) {
     try {
-      window.push({ item: await batching.read(input, index), index });
+      const item = await batching.read(input, index);
+      window.push({ item, index });
+      size += batching.limit?.of(item) ?? 0;
     } catch (error) {
       readError = { error: numbered(error, index) };
       break;
     }
     index++;
-    if (window.length === batching.windowSize) {
+    if (window.length === batching.windowSize || size >= (batching.limit?.size ?? Infinity)) {
       yield* runWindow(window, batching);
       window = [];
+      size = 0;
     }
   }
   yield* runWindow(window, batching);

@@ -84,6 +84,12 @@ export function makeRequest(
   cachedPrefix?: PromptPrefix,
 ): Request {
   const read = inputs.generationInputs(input, !cachedPrefix);
+  if (cachedPrefix && [...read.sources.values()].some(({ shape }) => shape[0])) {
+    throw new InputError(
+      `${[...read.sources.keys()].join(", ")} cannot follow a cached prefix, whose pictures are read at once: put them ` +
+        "into the prefix, or leave the prefix out",
+    );
+  }
   const before = cachedPrefix?.tokenIds ?? new Int32Array(0);
   if (!before.length && !read.prompt.length) {
     throw new InputError(

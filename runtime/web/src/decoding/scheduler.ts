@@ -9,6 +9,7 @@
 import { checkAborted } from "../base/errors.js";
 import type { Engine } from "../engine/engine.js";
 import { isIdentity } from "../engine/rowMoves.js";
+import type { Shortlist } from "../engine/shortlist.js";
 import type { State } from "../engine/state.js";
 import { rowOf, StepHistory } from "../engine/stepOutputs.js";
 import { numberArray, type NumberArray } from "../base/arrays.js";
@@ -25,13 +26,14 @@ import { TokenSearch } from "./tokenSearch.js";
 export const MAX_PREFILL_POSITIONS = 4096;
 const MAX_BUSY_MS = 12; // without a turn of the event loop
 
+let lastTurn = 0; // of the event loop, which all schedulers share: each may be done in less time
+
 export class Scheduler {
   private state: State | undefined;
   private search: SequenceSearch | undefined;
   private logits: Float32Array | undefined; // of the rows, until tokens are chosen
   private tokens: Int32Array | undefined; // chosen, until the model has read them
   private histories: (StepHistory | undefined)[] = [];
-  private lastTurn = performance.now();
 
   /** tasks: of the same settings. extraNames: the extra outputs that are returned. */
   constructor(
@@ -48,9 +50,9 @@ export class Scheduler {
   /** Decode one token for every row. Throw AbortedError if the signal of the call is aborted. */
   async step(): Promise<void> {
     checkAborted(this.signal);
-    if (performance.now() - this.lastTurn > MAX_BUSY_MS) {
+    if (performance.now() - lastTurn > MAX_BUSY_MS) {
       await turnOfEventLoop(); // so that a page stays alive and can abort
-      this.lastTurn = performance.now();
+      lastTurn = performance.now();
       checkAborted(this.signal);
     }
     if (!this.state) await this.begin();
@@ -74,11 +76,12 @@ export class Scheduler {
     const options = { roomForRows: width, extras: this.extraNames, maxTokens };
     const prefix = first.options.prefixState;
     if (prefix) {
-      this.state = engine.copy(prefix, new Int32Array(1), options);
+      this.state = engine.copy(prefix, new Int32Array(tasks.length), options); // its only row, for each task
     } else {
       const names = [...first.options.sources.keys()];
       const requests = new Map(names.map((name) => [name, tasks.map((task) => task.options.sources.get(name)!)]));
-      this.state = await engine.start(requests, { rows: tasks.length, ...options });
+      const candidates = engine.shortlist && tasks.map((task) => candidatesOf(engine.shortlist!, task));
+      this.state = await engine.start(requests, { rows: tasks.length, candidates, ...options });
     }
     tasks.forEach((task, row) => {
       task.encoderOutputs = new Map([...this.state!.encoded].map(([name, values]) => [name, rowOf(values, row)]));
@@ -151,6 +154,14 @@ export class Scheduler {
     places.forEach((place, i) => (this.tokens![place] = tokens[i]));
     if (!isIdentity(places, places.length)) search!.renumber(places);
   }
+}
+
+/** Return the candidates of a task; undefined if its options turn the shortlist off or may ask for any id. */
+function candidatesOf(shortlist: Shortlist, task: SequenceTask): Int32Array | undefined {
+  const { settings, prefix } = task;
+  if (!settings.shortlist || settings.logitsProcessor) return undefined;
+  const first = settings.forcedBosTokenId === undefined ? [] : [settings.forcedBosTokenId];
+  return shortlist.candidates(task.options.sources, [...prefix, ...first, ...settings.logitBias.map(([id]) => id)]);
 }
 
 /** Return the values at a position of (rows, positions, …), where positions are counted through all rows. */

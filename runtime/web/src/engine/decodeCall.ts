@@ -1,9 +1,11 @@
 /** A run of the decode stage for one shape of tokens: inputs and outputs are bound once, and a run writes what changes. */
 
 import type { Backend, Binding, Session, Tensor } from "../backend/session.js";
-import { asNumbers, numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
+import { asNumbers, numberArray, sizeOf, writeNumbers, type NumberArray } from "../base/arrays.js";
 import {
   ADAPTER_ROWS,
+  COLUMN_IDS,
+  COLUMN_WEIGHT,
   LAST_POSITION,
   logitCount,
   NEW_COUNTS,
@@ -15,6 +17,7 @@ import {
   TOTAL_SLOTS,
   type DecodeStage,
 } from "../format/manifest.js";
+import { LogitScatter } from "./shortlist.js";
 import type { LogitPositions, State } from "./state.js";
 
 /** What the calls of an engine share. placeholders: a tensor for every graph input that no call sets. */
@@ -30,6 +33,7 @@ export interface CallResources {
 export class DecodeCall {
   private readonly inputs = new Map<string, Tensor>(); // those of this call
   private readonly logits: Tensor;
+  private readonly scatter: LogitScatter | undefined;
   private bindings: Binding[];
   private slotIndices: Tensor | undefined; // its length is that of the latest run
   private readonly hasSelect: boolean;
@@ -62,7 +66,14 @@ export class DecodeCall {
       this.inputs.set(name, backend.tensor(dtype, shape));
     }
     const numPositions = this.hasSelect ? selected : newTokens;
-    this.logits = backend.tensor("float32", [rows, numPositions, logitCount(decode)]);
+    const { candidates } = state;
+    this.logits = backend.tensor("float32", [rows, numPositions, candidates?.ids.length || logitCount(decode)]);
+    this.scatter = candidates && new LogitScatter(rows, numPositions, candidates);
+    if (candidates?.weight) {
+      const columns = backend.tensor("int64", [candidates.ids.length]);
+      writeNumbers(columns.data(), candidates.ids);
+      this.inputs.set(COLUMN_IDS, columns);
+    }
     if (positions === "all" && this.hasSelect) {
       const low = this.low(SELECTED_TOKENS)!;
       for (let i = 0; i < rows * newTokens; i++) low[2 * i] = i % newTokens;
@@ -79,6 +90,7 @@ export class DecodeCall {
     const { decode, session, inputNames } = this.resources;
     const bound = new Map(this.inputs);
     if (this.slotIndices) bound.set(SLOT_INDICES, this.slotIndices);
+    if (state.candidates?.weight) bound.set(COLUMN_WEIGHT, state.candidates.weight);
     const context = state.context.values();
     decode.context.forEach((name, i) => bound.set(name, context[i]));
     const past = state.cache.past(side);
@@ -118,7 +130,8 @@ export class DecodeCall {
       state.maxRowLength = maximum(lengths);
     }
     if (state.stepExtras.length) state.extras = this.readExtras(binding, state.stepExtras, counts);
-    const logits = this.logits.data() as Float32Array;
+    const computed = this.logits.data() as Float32Array;
+    const logits = this.scatter?.scatter(computed) ?? computed;
     if (this.positions === "all" || this.hasSelect || this.newTokens === 1) return logits;
     return this.lastPositions(logits, logitCount(this.resources.decode), counts);
   }

@@ -8,7 +8,7 @@
 
 import type { Backend, Session, Tensor, Weights } from "../backend/session.js";
 import { closedError } from "../backend/session.js";
-import { asNumbers, numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
+import { asNumbers, numberArray, sizeOf, writeNumbers, type NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../base/errors.js";
 import {
   ADAPTER_INPUT,
@@ -16,6 +16,9 @@ import {
   COLUMN_IDS,
   COLUMN_WEIGHT,
   encodedOutputs,
+  GATHER_IDS,
+  GATHERED_COLUMNS,
+  logitCount,
   stepFeatures,
   type DecodeStage,
   type Manifest,
@@ -25,12 +28,14 @@ import { checkGraph, graphInputs } from "../format/manifestChecks.js";
 import { manifestOf, readingFile, readMetadata, withMappedWeights } from "../format/modelFile.js";
 import { graphTensors, parseModel, type GraphTensor } from "../format/onnxGraph.js";
 import { extractStage, type Stage } from "../format/stageSplit.js";
+import { encodeItems } from "./itemContext.js";
 import { DecodeCall, type CallResources } from "./decodeCall.js";
 import { EncoderContext } from "./encoderContext.js";
 import { KVCache } from "./kvCache.js";
 import { MemoryUse } from "./memoryUse.js";
 import { paddedRequestTensors, type Requests } from "./padding.js";
 import { isIdentity } from "./rowMoves.js";
+import { Candidates, Shortlist } from "./shortlist.js";
 import { State, type LogitPositions } from "./state.js";
 
 const PREFILL_CHUNK_TOKENS = 512; // larger calls are not faster
@@ -54,6 +59,8 @@ export interface StartOptions {
   readonly extras?: readonly string[];
   /** The expected maximum of tokens of a row; 0 if it is not known. */
   readonly maxTokens?: number;
+  /** For a file with a shortlist: the candidate ids of each row, in order; undefined for a row with all ids. */
+  readonly candidates?: readonly (Int32Array | undefined)[];
 }
 
 interface OpenStage {
@@ -72,19 +79,22 @@ export class Engine {
     readonly manifest: Manifest,
     private readonly stages: ReadonlyMap<Stage, OpenStage>,
     private readonly graphShapes: ReadonlyMap<string, GraphTensor>,
+    readonly shortlist: Shortlist | undefined,
   ) {}
 
   /** Open a model file. Throw ModelFileError for a file that is none, is damaged, or has another version. */
   static async open(source: ModelSource, backend: Backend): Promise<Engine> {
     const { name, bytes, path, dataFiles } = source;
-    const [manifest, model, weights] = readingFile(name, () => {
-      const manifest = manifestOf(readMetadata(bytes));
+    const [manifest, model, weights, metadata] = readingFile(name, () => {
+      const metadata = readMetadata(bytes);
+      const manifest = manifestOf(metadata);
       const maps = backend.mapsWeights === "bytes" || path !== undefined;
       const location = maps ? (path?.file ?? "model.onnx") : undefined;
       const model = location === undefined ? bytes : withMappedWeights(bytes, location);
       const weights: Weights = { location, folder: path?.folder, bytes, dataFiles };
-      return [manifest, model, weights] as const;
+      return [manifest, model, weights, metadata] as const;
     });
+    const shortlist = await shortlistOf(manifest, metadata, name);
     const graphs = readingFile(name, () => stageModels(manifest, model));
     const stages = new Map<Stage, OpenStage>();
     try {
@@ -96,7 +106,7 @@ export class Engine {
       for (const { session } of stages.values()) session.dispose();
       throw error;
     }
-    return new Engine(name, backend, manifest, stages, graphs.inputs);
+    return new Engine(name, backend, manifest, stages, graphs.inputs, shortlist);
   }
 
   /** The decode stage. Throw UnsupportedCallError if the file has none. */
@@ -148,8 +158,14 @@ export class Engine {
    * requests: for each request input that is not a mask, `rows` arrays, one a row. In a file with adapters also
    *     ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
    * extras: names of extra outputs of the stage to return besides its outputs.
+   * gatherIds: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
    */
-  async encode(requests: Requests, rows: number, extras: readonly string[] = []): Promise<Map<string, Tensor>> {
+  async encode(
+    requests: Requests,
+    rows: number,
+    extras: readonly string[] = [],
+    gatherIds?: Int32Array,
+  ): Promise<Map<string, Tensor>> {
     const { encode } = this.manifest;
     if (!encode) {
       throw new UnsupportedCallError(`${this.name} has no input other than the tokens that it continues`);
@@ -160,13 +176,12 @@ export class Engine {
     const names = [
       ...encode.outputs.map((output) => output.name),
       ...encode.extras.map((extra) => extra.name).filter((name) => extras.includes(name)),
+      ...(gatherIds ? [GATHERED_COLUMNS] : []),
     ];
     try {
+      if (gatherIds) tensors.set(GATHER_IDS, idTensor(this.backend, gatherIds));
       if (adapters) {
-        const tensor = this.backend.tensor("int64", [rows]);
-        const data = tensor.data() as BigInt64Array;
-        adapters.forEach((number, row) => (data[row] = BigInt(number)));
-        tensors.set(ADAPTER_INPUT, tensor);
+        tensors.set(ADAPTER_INPUT, idTensor(this.backend, adapters));
       }
       const isColumn = (name: string) => name === COLUMN_IDS || name === COLUMN_WEIGHT;
       const bound = new Map(
@@ -233,8 +248,16 @@ export class Engine {
     const cache = new KVCache(this.backend, decode.caches, this.manifest.maxLength, rows, room, maxTokens, this.memory);
     const encoded = new Map<string, NumberArray>();
     let buffers: Tensor[] = [];
+    let candidates: Candidates | undefined;
+    if (options.candidates?.some((ids) => ids)) {
+      candidates = new Candidates(options.candidates, logitCount(decode), this.memory);
+    }
     if (this.manifest.encode) {
-      const outputs = await this.encode(requests, rows, extras);
+      const outputs = await (this.manifest.placeholders.size
+        ? this.encodeItems(requests, rows, extras)
+        : this.encode(requests, rows, extras, candidates?.ids.length ? candidates.ids : undefined));
+      const columns = outputs.get(GATHERED_COLUMNS);
+      if (columns) candidates?.setColumns(columns);
       buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
       for (const extra of this.manifest.encode.extras) {
         const tensor = outputs.get(extra.name);
@@ -245,7 +268,16 @@ export class Engine {
     }
     const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
     const stepExtras = decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
-    return new State(context, cache, rows, encoded, stepExtras, this.splitAdapters(requests, rows)[1]);
+    const adapters = this.splitAdapters(requests, rows)[1];
+    return new State(context, cache, rows, encoded, stepExtras, adapters, candidates);
+  }
+
+  /** Encode the items of each request, as `encodeItems` does. */
+  private encodeItems(requests: Requests, rows: number, extras: readonly string[]): Promise<Map<string, Tensor>> {
+    const encode = this.manifest.encode!;
+    const names = encode.inputs.filter((spec) => spec.role !== "mask").map((spec) => spec.name);
+    const specs = [...encode.outputs, ...encode.extras.filter((extra) => extras.includes(extra.name))];
+    return encodeItems(this.backend, requests, names, rows, specs, (one) => this.encode(one, 1, extras));
   }
 
   /**
@@ -332,6 +364,7 @@ export class Engine {
       rows.length !== state.rows,
     ].some(Boolean);
     if (changed) state.dropCalls();
+    state.candidates?.reorder(rows);
     state.adapters = state.adapters && rows.map((row) => state.adapters![row]);
     state.setLengths(lengths);
   }
@@ -357,6 +390,32 @@ export class Engine {
     other.setLengths(lengths);
     return other;
   }
+}
+
+/** Return the shortlist of a file, whose code is loaded for files that have one. Throw ModelFileError. */
+async function shortlistOf(
+  manifest: Manifest,
+  metadata: ReadonlyMap<string, string>,
+  name: string,
+): Promise<Shortlist | undefined> {
+  const { decode } = manifest;
+  if (!decode?.shortlist) return undefined;
+  const { readShortlist, SHORTLIST_KEY } = await import("../format/shortlistFile.js");
+  const { vocabulary, common, tables } = await readShortlist(metadata.get(SHORTLIST_KEY));
+  const inputs = (manifest.encode?.inputs ?? []).map((input) => input.name);
+  if (vocabulary !== logitCount(decode)) {
+    throw new ModelFileError(`${name}: the file's shortlist is of another vocabulary: export it again`);
+  }
+  if (![...tables.keys()].every((input) => inputs.includes(input))) {
+    throw new ModelFileError(`${name}: the file's shortlist is of other inputs: export it again`);
+  }
+  return new Shortlist(vocabulary, common, tables);
+}
+
+function idTensor(backend: Backend, ids: Int32Array): Tensor {
+  const tensor = backend.tensor("int64", [ids.length]);
+  writeNumbers(tensor.data(), ids);
+  return tensor;
 }
 
 interface StageModel {

@@ -87,11 +87,11 @@ function padRows(
 }
 
 /** Write an array to the beginning of each axis of a larger block. Return the place after the values read. */
-function writeBlock(
+export function writeBlock(
   target: TypedArray,
   to: number,
   shape: readonly number[],
-  value: NumberArray,
+  value: { readonly data: TypedArray; readonly shape: readonly number[] },
   from: number,
   axis: number,
 ): number {
@@ -99,7 +99,7 @@ function writeBlock(
   const inner = last || shape.slice(axis + 1).every((size, i) => size === value.shape[axis + 1 + i]);
   if (inner) {
     const count = sizeOf(value.shape.slice(axis));
-    writeNumbers(target, value.data.subarray(from, from + count), to);
+    writeNumbers(target, value.data.subarray(from, from + count) as Float32Array, to);
     return from + count;
   }
   const stride = sizeOf(shape.slice(axis + 1));

@@ -5,6 +5,7 @@ import type { NumberArray } from "../base/arrays.js";
 import type { DecodeCall } from "./decodeCall.js";
 import type { EncoderContext } from "./encoderContext.js";
 import type { KVCache } from "./kvCache.js";
+import type { Candidates } from "./shortlist.js";
 
 export type LogitPositions = "last" | "all"; // which new tokens get logits: the last one of each row, or all
 
@@ -24,6 +25,7 @@ export class State {
    * encoded: the requested extra outputs of encode, for each request.
    * stepExtras: names of the extra outputs of each step.
    * adapters: the number of each row's adapter; undefined for a file without adapters.
+   * candidates: of each row; undefined if every row may have any id.
    */
   constructor(
     readonly context: EncoderContext,
@@ -32,6 +34,7 @@ export class State {
     readonly encoded: ReadonlyMap<string, NumberArray>,
     readonly stepExtras: readonly string[],
     public adapters: Int32Array | undefined,
+    readonly candidates?: Candidates,
   ) {
     this.lengths = new Int32Array(rows);
   }
@@ -85,6 +88,7 @@ export class State {
     if (this.released) return;
     this.released = true;
     this.dropCalls();
+    this.candidates?.release();
     this.cache.release();
     this.context.release();
   }

@@ -15,7 +15,14 @@
  * SELECTED_TOKENS  int64 (B, M)   indices of the new tokens for which the stage computes logits
  * ADAPTER_ROWS     int64 (B,)     the number of each row's adapter; 0 for none
  *
- * The logits are (B, M, vocabulary), float32.
+ * The logits are (B, M, vocabulary), float32. A file with a shortlist has three more inputs:
+ *
+ * GATHER_IDS       int64 (G,)     ids whose columns of the output projection are returned as GATHERED_COLUMNS, (d, G)
+ * COLUMN_IDS       int64 (C,)     ids of the columns in COLUMN_WEIGHT. The stage computes only their logits, (B, M, C);
+ *                                 without ids all logits
+ * COLUMN_WEIGHT    (d, C)         GATHERED_COLUMNS for these ids
+ *
+ * In a call of encode COLUMN_IDS and COLUMN_WEIGHT have one column with arbitrary content.
  */
 
 import { DTYPES, type Dtype } from "../base/arrays.js";
@@ -55,6 +62,7 @@ export const SELECTED_TOKENS = "decode.select";
 export const ADAPTER_ROWS = "decode.adapter";
 export const ADAPTER_INPUT = "request.adapter";
 export const GATHER_IDS = "shortlist.gather";
+export const GATHERED_COLUMNS = "shortlist.gathered";
 export const COLUMN_IDS = "shortlist.columns";
 export const COLUMN_WEIGHT = "shortlist.weight";
 

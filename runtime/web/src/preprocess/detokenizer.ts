@@ -6,6 +6,7 @@
  */
 
 import { ModelFileError } from "../base/errors.js";
+import { readingTime, slowText, withinTime } from "../base/timeLimit.js";
 import type { Codec } from "./tokenizer.js";
 
 const MAX_CLUSTER_CHARACTERS = 256; // of a common grapheme cluster, or a common run of byte tokens
@@ -190,7 +191,9 @@ function decodeChain(step: DecoderJson, pieces: readonly string[]): readonly str
       const pattern = step["pattern"] as { String?: string; Regex?: string };
       if (pattern.String !== undefined) return pieces.map((piece) => piece.replaceAll(pattern.String!, () => content));
       const expression = new RegExp(pattern.Regex!, "gu");
-      return pieces.map((piece) => piece.replace(expression, () => content));
+      const length = pieces.reduce((sum, piece) => sum + piece.length, 0);
+      const replaced = () => pieces.map((piece) => piece.replace(expression, () => content));
+      return withinTime(readingTime(length), replaced, slowText);
     }
     case "Strip":
       return pieces.map((piece) =>

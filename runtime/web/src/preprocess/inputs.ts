@@ -7,11 +7,12 @@
 
 import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
-import { logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
-import type { Sources } from "../format/sizes.js";
-import type { Message, PromptTemplate, Tools } from "./conversation.js";
+import { AUDIO, logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
+import { inputAndOutputSizes, type Sources } from "../format/sizes.js";
+import { picturesOf, withoutPictures, type Message, type PromptTemplate, type Tools } from "./conversation.js";
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
+import type { PromptItems } from "./promptItems.js";
 import type { Pair, TextReader } from "./textReader.js";
 import type { TextWindow, WindowReader } from "./textWindows.js";
 import type { Codec } from "./tokenizer.js";
@@ -23,8 +24,8 @@ const CHARACTERS_PER_TOKEN = 8; // of a text that just fits into a model; words 
 type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 /** Nested lists of numbers, a typed array, or a typed array with a shape. */
 export type NumberInput = Numbers | readonly unknown[] | NumberArray;
-/** A text, a pair of texts, ids or features, a decoded picture or a sound. */
-export type Value = string | Pair | NumberInput | number | ImageInput | Sound;
+/** A text, a pair of texts, ids or features, a decoded picture, the pictures of a prompt, or a sound. */
+export type Value = string | Pair | NumberInput | number | ImageInput | readonly ImageInput[] | Sound;
 /** A value; for a model with several inputs, an object with the names of the inputs. */
 export type Input = Value | { readonly [name: string]: Value };
 
@@ -61,7 +62,7 @@ function isSequence(spec: RequestInput): boolean {
 type Mapping = { readonly [name: string]: Value };
 
 /** Return whether an input is an object with the names of inputs. */
-function isMapping(input: unknown): input is Mapping {
+export function isMapping(input: unknown): input is Mapping {
   if (typeof input !== "object" || input === null || Array.isArray(input) || ArrayBuffer.isView(input)) return false;
   if (isNumberArray(input) || isMedium(input)) return false;
   return Object.getPrototypeOf(input) === Object.prototype;
@@ -87,12 +88,13 @@ export class Inputs {
 
   /**
    * dataReaders: input → the function that reads a raw value for it, such as a picture.
-   * textCode: for a model with tokenizers.
+   * textCode: for a model with tokenizers. promptItems: for a model that reads pictures in its prompt.
    */
   constructor(
     private readonly manifest: Manifest,
     private readonly dataReaders: ReadonlyMap<string, DataReader> = new Map(),
     private readonly textCode?: TextCode,
+    private readonly promptItems?: PromptItems,
   ) {
     this.codecs = manifest.tokenizers.map((definition) => new textCode!.Codec(definition));
     this.step = manifest.decode?.step.name ?? "";
@@ -110,10 +112,35 @@ export class Inputs {
   }
 
   /**
+   * Return a label for each position of the source that has `length` positions: its token, an id without a tokenizer, the
+   * start of a frame of a sound in seconds, or the number of the position.
+   *
+   * sources: the arrays of the input.
+   */
+  positionLabels(sources: Sources, length: number): string[] {
+    for (const [name, { data, shape }] of sources) {
+      if (shape.length === 1 && shape[0] === length && data instanceof Int32Array) return this.tokenLabels(name, data);
+    }
+    const { encode } = this.manifest;
+    const rate = [...this.manifest.preprocessing.values()]
+      .find(({ kind }) => kind === AUDIO)
+      ?.numbers.get("sampling_rate");
+    if (encode && typeof rate === "number") {
+      const sizes = inputAndOutputSizes(encode, sources);
+      for (const [name, { stride }] of encode.derivedLengths) {
+        if (sizes.get(name) !== length) continue;
+        return Array.from({ length }, (_, i) => ((i * stride) / rate).toFixed(3));
+      }
+    }
+    return Array.from({ length }, (_, i) => String(i));
+  }
+
+  /**
    * Return the arrays of the request inputs, the prompt ids, and how many of these are start tokens.
    *
    * The prompt of a model with an encoder is its start tokens. The prompt of a decoder-only model is the start tokens and
-   * a text, or the ids of the caller without start tokens unless there are none.
+   * a text, or the ids of the caller without start tokens unless there are none. A model that reads pictures in its prompt
+   * takes an object with both (`promptItems`).
    *
    * startsPrompt: whether start tokens, and the special tokens that the tokenizer puts before a text, go before it.
    * endsPrompt: whether the special tokens that the tokenizer puts after a text follow.
@@ -129,7 +156,10 @@ export class Inputs {
       return { sources: this.sources(encode.inputs, input), prompt: start, startCount: start.length };
     }
     let value = input;
-    if (isMapping(input)) {
+    let sources: Sources = new Map();
+    if (this.promptItems) {
+      ({ prompt: value, sources } = this.promptItems.read(input, this.step));
+    } else if (isMapping(input)) {
       this.checkNames([this.step], input);
       value = (input as Mapping)[this.step];
     }
@@ -140,13 +170,22 @@ export class Inputs {
       startsPrompt,
       endsPrompt,
     });
-    if (typeof value !== "string" && ids.length) return { sources: new Map(), prompt: ids, startCount: 0 };
-    return { sources: new Map(), prompt: Int32Array.from([...before, ...ids]), startCount: before.length };
+    if (startsPrompt) this.promptItems?.check(ids, sources);
+    if (typeof value !== "string" && ids.length) return { sources, prompt: ids, startCount: 0 };
+    return { sources, prompt: Int32Array.from([...before, ...ids]), startCount: before.length };
   }
 
-  /** Return the ids of the prompt of a conversation. */
-  conversationIds(template: PromptTemplate, messages: readonly Message[], tools?: Tools): Int32Array {
-    return this.ids(this.step, template(messages, tools), { addSpecialTokens: false });
+  /** Return the prompt of a conversation: its ids, with the pixels of its pictures if the model reads pictures. */
+  conversationInput(template: PromptTemplate, messages: readonly Message[], tools?: Tools): Input {
+    if (!this.promptItems && messages.some(({ content }) => typeof content !== "string")) {
+      throw new InputError('the model reads no pictures: the "content" of each message is a text');
+    }
+    const text = template(withoutPictures(messages), tools);
+    if (!this.promptItems) return this.ids(this.step, text, { addSpecialTokens: false });
+    const { name } = this.promptItems.spec;
+    const both = { [this.step]: text, [name]: picturesOf(messages) };
+    const { prompt, sources } = this.promptItems.read(both, this.step);
+    return { [this.step]: this.ids(this.step, prompt, { addSpecialTokens: false }), [name]: sources.get(name)! };
   }
 
   /** Return the ids of a text, or check a sequence of ids. name: of the input. */

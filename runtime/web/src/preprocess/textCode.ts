@@ -1,4 +1,4 @@
 /** Tokenizers and readers of texts, whose code is loaded for files that have a tokenizer. */
 
 export { TextReader } from "./textReader.js";
-export { Codec } from "./tokenizer.js";
+export { Codec, hasExpressions } from "./tokenizer.js";

@@ -7,7 +7,7 @@
 
 import { InputError } from "../base/errors.js";
 import { runSteps, decodeSteps } from "./detokenizer.js";
-import { checkText, readingTokenizer, TokenizerParts } from "./tokenizer.js";
+import { checkText, TokenizerParts } from "./tokenizer.js";
 
 export type Pair = readonly [string, string];
 
@@ -46,7 +46,7 @@ export class TextReader {
 
   /** Return the ids of a text, without special tokens around it. */
   ids(text: string): number[] {
-    return readingTokenizer(() => this.parts.tokens(text).map((token) => this.parts.id(token)));
+    return this.parts.reading(text, () => this.parts.tokens(text).map((token) => this.parts.id(token)));
   }
 
   /** Return the text of ids. special: whether it includes special tokens. */
@@ -72,7 +72,7 @@ export class TextReader {
     const [first, second] = typeof text === "string" ? [text, null] : text;
     checkText(first);
     checkText(second ?? "");
-    const { ids, types } = readingTokenizer(() => {
+    const { ids, types } = this.parts.reading(first + (second ?? ""), () => {
       let one = this.parts.tokens(first);
       let other = second === null ? null : this.parts.tokens(second);
       if (maxTokens !== undefined) [one, other] = this.truncated(one, other, maxTokens);

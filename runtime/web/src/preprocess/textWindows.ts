@@ -64,12 +64,13 @@ export class WindowReader {
     this.collectPatterns(patched.pre_tokenizer, parts.parts.pre_tokenizer);
     const tokens = json.added_tokens ?? [];
     this.raw = tokens.filter((one) => one.content && !(one.normalized ?? !one.special));
-    this.added = tokens
-      .filter((one) => one.content && (one.normalized ?? !one.special))
-      .map((one) => ({ ...one, content: this.normal(AlignedText.of(one.content)).text }));
+    const normalized = tokens.filter((one) => one.content && (one.normalized ?? !one.special));
+    this.added = parts.opening(() =>
+      normalized.map((one) => ({ ...one, content: this.normal(AlignedText.of(one.content)).text })),
+    );
     this.trims = trimsOf(json.post_processor);
     this.model = modelWithoutAdded(parts);
-    this.tokens("a"); // refuses steps that are unknown before the first input
+    parts.opening(() => this.tokens("a")); // refuses steps that are unknown before the first input
   }
 
   /**
@@ -83,7 +84,7 @@ export class WindowReader {
   windows(text: string | Pair, maxTokens?: number, stride?: number): TextWindow[] {
     const texts = typeof text === "string" ? [text] : text;
     texts.forEach(checkText);
-    const tokens = readingTokenizer(() => texts.map((one) => this.tokens(one)));
+    const tokens = this.parts.reading(texts.join(""), () => texts.map((one) => this.tokens(one)));
     const fixed = tokens.slice(0, -1);
     const last = tokens[tokens.length - 1];
     if (tokens.some((all) => all.some(({ id }) => id < 0))) {

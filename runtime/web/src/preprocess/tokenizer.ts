@@ -7,6 +7,7 @@
 
 import { Tokenizer } from "@huggingface/tokenizers";
 import { errorSummary, InputError, ModelFileError, quotable } from "../base/errors.js";
+import { readingTime, slowText, withinTime } from "../base/timeLimit.js";
 import { surrogateIn } from "../base/validation.js";
 import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./detokenizer.js";
 import { checkGrowth } from "./tokenizerGrowth.js";
@@ -93,10 +94,12 @@ export class TokenizerParts {
   readonly patched: TokenizerJson;
   /** The id of the unknown token; undefined without one. */
   readonly unknown: number | undefined;
+  private readonly hasExpressions: boolean; // of the file, so that nobody knows how long they take
 
   /** definition: a tokenizer in the JSON format of the tokenizers library. Throw ModelFileError if it cannot be read. */
   constructor(definition: string) {
-    [this.tokenizer, this.json, this.patched] = readingTokenizer(() => {
+    this.hasExpressions = hasExpressions(definition);
+    [this.tokenizer, this.json, this.patched] = this.opening(() => {
       const json = JSON.parse(definition) as TokenizerJson;
       checkGrowth(json as unknown as Record<string, unknown>);
       withUnicodeWords(json.normalizer);
@@ -111,6 +114,18 @@ export class TokenizerParts {
   /** The functions from text to pieces, and from pieces to tokens. */
   get parts(): Parts {
     return this.tokenizer as unknown as Parts;
+  }
+
+  /** Run code that reads the file's own tokens, as `reading` runs code that reads a text. */
+  opening<T>(open: () => T): T {
+    const limited = () => withinTime(readingTime(0), open, slowTokenizer);
+    return readingTokenizer(this.hasExpressions ? limited : open);
+  }
+
+  /** Run code that reads a text, within a time if regular expressions of the file read it. Errors as of `readingTokenizer`. */
+  reading<T>(text: string, read: () => T): T {
+    const limited = () => withinTime(readingTime(text.length), read, slowText);
+    return readingTokenizer(this.hasExpressions ? limited : read);
   }
 
   /** Return the tokens of a text, without special tokens around it. */
@@ -182,15 +197,27 @@ export class Codec {
     endsPrompt = true,
   ): number[] {
     checkText(text);
+    return this.parts.reading(text, () =>
+      this.encoded(text, addSpecialTokens, vocabularySize, startsPrompt, endsPrompt),
+    );
+  }
+
+  private encoded(
+    text: string,
+    addSpecialTokens: boolean,
+    vocabularySize: number,
+    startsPrompt: boolean,
+    endsPrompt: boolean,
+  ): number[] {
     const { parts } = this;
-    const tokens = readingTokenizer(() => parts.tokens(text));
+    const tokens = parts.tokens(text);
     const ids = tokens.map((token) => parts.id(token));
     if (ids.some((id) => id === parts.unknown || id >= vocabularySize || id < 0)) {
       throw this.outside(text, vocabularySize) ?? unknownSomewhere();
     }
     this.refuseDropped(text);
     if (!ids.length || !addSpecialTokens) return ids;
-    const around = readingTokenizer(() => parts.withSpecialTokens(tokens, null).ids);
+    const around = parts.withSpecialTokens(tokens, null).ids;
     const first = placeOf(ids, around);
     return around.slice(startsPrompt ? 0 : first, endsPrompt ? undefined : first + ids.length);
   }
@@ -278,6 +305,17 @@ export class Codec {
     }
     return dropped;
   }
+}
+
+function slowTokenizer(seconds: number): ModelFileError {
+  return new ModelFileError(
+    `the file's tokenizer took more than ${seconds} s to open, and was stopped: its regular expressions are slow`,
+  );
+}
+
+/** Return whether a tokenizer has regular expressions of its own. */
+export function hasExpressions(definition: string): boolean {
+  return definition.includes('"Regex"');
 }
 
 /** Run a function of the package. Its errors are those of a tokenizer that cannot be read. */

@@ -1,7 +1,7 @@
 /** The interface of tasks: arrays of an input, and a result from outputs. */
 
 import type { NumberArray } from "../base/arrays.js";
-import { ModelFileError, OptionError } from "../base/errors.js";
+import { InputError, ModelFileError, OptionError } from "../base/errors.js";
 import { checkBoolean } from "../base/validation.js";
 import type { Manifest, OutputMeaning } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
@@ -68,6 +68,19 @@ export abstract class Task<Result = unknown, Settings = unknown> {
   /** Read an input. Throw InputError for an input that the model cannot read. */
   async readInput(input: Input, inputs: Inputs, truncate: boolean, _settings: Settings): Promise<TaskInput> {
     return { requests: [await inputs.singlePassArrays(input, truncate)] };
+  }
+
+  /**
+   * Read an input for one run of the model, whose attention weights are computed.
+   *
+   * Throw InputError for an input that is read in windows.
+   */
+  async singleRequest(input: Input, inputs: Inputs, truncate: boolean, settings: Settings): Promise<Sources> {
+    const { requests } = await this.readInput(input, inputs, truncate, settings);
+    if (requests.length === 1) return requests[0];
+    throw new InputError(
+      `the input is read in ${requests.length} windows, but attention weights are computed within one of them: shorten it`,
+    );
   }
 
   /** Return the part of the outputs for a request that `makeResult` needs. */

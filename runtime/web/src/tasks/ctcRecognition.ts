@@ -11,24 +11,7 @@ import { audioOf, LOG_MEL, type AudioPreprocessor, type Sound } from "../preproc
 import { alignPath, beamSearch, collapsePath, CtcSpelling, greedyPath, type FrameScores } from "../preprocess/ctc.js";
 import type { Input, Inputs } from "../preprocess/inputs.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
-
-/** A piece of a transcription: a word, a character or a phrase. start, end: seconds from the beginning of the sound. */
-export interface Segment {
-  readonly text: string;
-  readonly start: number;
-  readonly end: number;
-}
-
-/** The text of a sound. */
-export interface Transcription {
-  /** Empty if the file has no vocabulary. */
-  readonly text: string;
-  readonly tokenIds: readonly number[];
-  /** The natural logarithm of its probability. */
-  readonly score: number;
-  /** Pieces of the text with their times, if timestamps are on. */
-  readonly segments: readonly Segment[];
-}
+import type { Transcription } from "./speech.js";
 
 /** Lengths are samples, a multiple of the frame stride. */
 interface Settings {
@@ -182,7 +165,7 @@ export class CtcRecognition extends Task<Transcription, Settings> {
       score += part.score;
     });
     const tokenIds = collapsePath(path, this.spelling.settings.blank);
-    if (!this.meaning.labels.length) return { text: "", tokenIds, score, segments: [] };
+    if (!this.meaning.labels.length) return { text: "", tokenIds, score, segments: [], language: undefined };
     const spans =
       settings.timestamps === "word"
         ? this.spelling.words(path)
@@ -191,7 +174,7 @@ export class CtcRecognition extends Task<Transcription, Settings> {
           : [];
     const time = (frame: number) => (frame * this.frameStride) / this.rate;
     const segments = spans.map((span) => ({ text: span.text, start: time(span.first), end: time(span.end) }));
-    return { text: this.spelling.text(path), tokenIds, score, segments };
+    return { text: this.spelling.text(path), tokenIds, score, segments, language: undefined };
   }
 
   /** Return the token of each frame, and a log-probability: of the path if greedy, else of its labelling. */

@@ -114,6 +114,11 @@ export class FillMask extends Task<Filled, Settings> {
     return { requests: [request], details: ids };
   }
 
+  /** Read an input, also one without a mask. */
+  override singleRequest(input: Input, inputs: Inputs, truncate: boolean): Promise<Sources> {
+    return inputs.singlePassArrays(input, truncate);
+  }
+
   private idsOf(request: Sources): Int32Array {
     const spec = this.manifest.encode!.inputs.find(({ role }) => role === "ids")!;
     return request.get(spec.name)!.data as Int32Array;

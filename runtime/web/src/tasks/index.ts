@@ -1,6 +1,6 @@
 /** The task of a file that is no text generator. The code of a task is loaded for files that have it. */
 
-import { AUDIO, type Manifest } from "../format/manifest.js";
+import { AUDIO, stepFeatures, type Manifest } from "../format/manifest.js";
 import type { Task } from "./base.js";
 
 type TaskClass = new (manifest: Manifest) => Task;
@@ -26,7 +26,8 @@ const NEEDS_TOKENIZER = ["token-classification", "question-answering", "fill-mas
 /** Return whether a file transcribes speech by generating text. */
 export function isSpeechToText(manifest: Manifest): boolean {
   const reads = [...manifest.preprocessing.values()].some(({ kind }) => kind === AUDIO);
-  return manifest.decode !== undefined && manifest.task === SPEECH && reads;
+  const { decode } = manifest;
+  return decode !== undefined && !stepFeatures(decode).length && manifest.task === SPEECH && reads;
 }
 
 /**

@@ -5,7 +5,7 @@
  * lazily and a stream computes no more than is read.
  */
 
-import { checkAborted, InputError } from "../base/errors.js";
+import { AbortedError, checkAborted, InputError } from "../base/errors.js";
 import { SentErrors, type SentError } from "./sentErrors.js";
 
 /** A worker, its inside, or a MessagePort. */
@@ -36,6 +36,18 @@ export interface ConnectionOptions {
   /** Return what is sent with each answer. */
   readonly news?: () => unknown;
   readonly onNews?: (news: unknown) => void;
+  /** The time that the other side has for its answer to an abort, in milliseconds. */
+  readonly abortTime?: number;
+}
+
+const ABORT_MS = 2000; // longer than most steps of a model
+
+/** The error of an aborted call of a side that computes and reads no messages. */
+class SilentError extends AbortedError {
+  constructor(signal: AbortSignal | undefined) {
+    const reason = "the call was aborted by its signal, and the worker of the model still computes: dispose() ends it";
+    super(reason, undefined, signal?.reason);
+  }
 }
 
 export class Connection {
@@ -60,12 +72,20 @@ export class Connection {
     checkAborted(signal);
     const id = ++this.count;
     const answer = new Promise<unknown>((resolve, reject) => this.waiting.set(id, { resolve, reject }));
-    const abort = () => this.port.postMessage({ kind: "abort", id } satisfies Message);
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const abort = () => {
+      this.port.postMessage({ kind: "abort", id } satisfies Message);
+      timer = setTimeout(
+        () => this.waiting.get(id)?.reject(new SilentError(signal)),
+        this.options.abortTime ?? ABORT_MS,
+      );
+    };
     try {
       this.post({ kind: "call", id, name, args });
       signal?.addEventListener("abort", abort);
       return await answer;
     } finally {
+      clearTimeout(timer);
       signal?.removeEventListener("abort", abort);
       this.waiting.delete(id);
     }
@@ -81,6 +101,7 @@ export class Connection {
   /** Yield the values of an iterator of the other side. */
   async *values(number: number, signal?: AbortSignal): AsyncGenerator<unknown, unknown> {
     let isOpen = true;
+    let isSilent = false; // does not answer
     try {
       for (;;) {
         const { done, value } = (await this.call("iterator.next", [number], signal)) as IteratorResult<unknown>;
@@ -92,9 +113,13 @@ export class Connection {
       }
     } catch (error) {
       if (!signal?.aborted) isOpen = false; // an iterator ends with its error
+      isSilent = error instanceof SilentError;
       throw error;
     } finally {
-      if (isOpen && this.ended === undefined) await this.call("iterator.return", [number]).catch(() => {});
+      if (isOpen && this.ended === undefined) {
+        const closing = this.call("iterator.return", [number]).catch(() => {});
+        if (!isSilent) await closing;
+      }
     }
   }
 

@@ -1,4 +1,4 @@
-/** The side of the worker: a model and its conversations, whose methods the page calls. */
+/** The side of the worker: a model, its conversations and its prefixes, whose methods the page calls. */
 
 import { Connection, type Port } from "./connection.js";
 
@@ -24,11 +24,17 @@ export interface SentTurn {
   readonly ids: Int32Array;
 }
 
+/** A cached prefix in the options of a message: its number. */
+export interface SentPrefix {
+  readonly cachedPrefix: number;
+}
+
+const KEPT = ["chat", "cachePrefix"]; // their results stay here, and the page has their numbers
 const CHAT_RESULTS = ["send", "stream"]; // their results come with the ids of the conversation
 
 /** Serve a model to the page. load: `Model.load`. */
 export function serveModel(port: Port, load: (address: never, options: never) => Promise<unknown>): void {
-  const targets = new Map<number, Target>(); // 0 is the model, others are conversations
+  const targets = new Map<number, Target>(); // 0 is the model, others are conversations and prefixes
   const connection = new Connection(
     port,
     {
@@ -47,9 +53,9 @@ export function serveModel(port: Port, load: (address: never, options: never) =>
       },
       call: async ([number, method, args, options], signal) => {
         const target = targets.get(number as number)!;
-        const all = argumentsOf(connection, args as unknown[], options as Options | undefined, signal);
+        const all = argumentsOf(connection, targets, args as unknown[], options as Options | undefined, signal);
         const value = await target[method as string](...all);
-        if (method === "chat") {
+        if (KEPT.includes(method as string)) {
           targets.set(targets.size, value as Target);
           return targets.size - 1;
         }
@@ -58,7 +64,13 @@ export function serveModel(port: Port, load: (address: never, options: never) =>
       iterate: ([number, method, args, options]) => {
         const target = targets.get(number as number)!;
         const controller = new AbortController();
-        const all = argumentsOf(connection, args as unknown[], options as Options | undefined, controller.signal);
+        const all = argumentsOf(
+          connection,
+          targets,
+          args as unknown[],
+          options as Options | undefined,
+          controller.signal,
+        );
         const iterator = target[method as string](...all) as AsyncGenerator<unknown, unknown>;
         return connection.share(number ? withTurn(target, iterator) : iterator, controller);
       },
@@ -70,6 +82,7 @@ export function serveModel(port: Port, load: (address: never, options: never) =>
 /** Return the arguments of a method: those of the message, with iterators of the page, and options with a signal. */
 function argumentsOf(
   connection: Connection,
+  targets: ReadonlyMap<number, Target>,
   args: readonly unknown[],
   options: Options | undefined,
   signal: AbortSignal,
@@ -78,7 +91,10 @@ function argumentsOf(
     const number = (one as Partial<SharedIterator> | null | undefined)?.sharedIterator;
     return number === undefined ? one : connection.values(number);
   });
-  return options ? [...all, { ...options, signal }] : all;
+  if (!options) return all;
+  const number = (options["prefix"] as Partial<SentPrefix> | null | undefined)?.cachedPrefix;
+  const prefix = number === undefined ? {} : { prefix: targets.get(number) };
+  return [...all, { ...options, ...prefix, signal }];
 }
 
 function turnOf(chat: Target, result: unknown): SentTurn {

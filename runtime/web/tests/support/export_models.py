@@ -12,7 +12,9 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 CODE = ("tformer_export", "runtime/tformer_runtime", "models/tformer_models", "tests/support")
@@ -34,10 +36,17 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "languages": ("languages", GOLDEN),
     "languages-int8": ("languages", GOLDEN, *INT8),
     "languages-web": ("languages", GOLDEN, *WEB),
+    "languages-attentions": ("languages", "--attentions"),
     "elnino": ("elnino", GOLDEN),
     "elnino-int8": ("elnino", GOLDEN, *INT8),
     "elnino-web": ("elnino", GOLDEN, *WEB),
 }
+FOLDERS = {  # tiny models with random weights, as transformers writes them: their makers in tests/support
+    "tiny-whisper": ("tiny_whisper", "seeded_model", "seeded_processor"),
+    "tiny-llava": ("picture_models", "llava", "llava_processor"),
+    "tiny-smolvlm": ("picture_models", "smolvlm", "tiles_processor"),
+}
+SHORTLISTS = {"shortlist": "none", "shortlist-int8": "int8"}  # name → quantization
 TOYS = "toys"  # the small ones, which are written together
 KEYS = "keys.json"
 
@@ -63,7 +72,8 @@ def _keys() -> Iterator[tuple[str, str]]:
     for name in CODE:
         for path in sorted((REPOSITORY / name).rglob("*.py")):
             code.update(path.read_bytes())
-    yield TOYS, code.hexdigest()
+    for name in (TOYS, *FOLDERS, *SHORTLISTS):
+        yield name, code.hexdigest()
     for name, args in EXPORTS.items():
         key = code.copy()
         key.update(_checkpoint(args).read_bytes())
@@ -78,6 +88,12 @@ def _make(folder: Path, name: str) -> None:
     if name == TOYS:
         _write_toys(folder)
         return
+    if name in FOLDERS:
+        _export_folder(folder, name)
+        return
+    if name in SHORTLISTS:
+        _export_with_shortlist(folder / f"{name}.onnx", SHORTLISTS[name])
+        return
     from tformer_export.cli import command
 
     args = EXPORTS[name]
@@ -85,6 +101,55 @@ def _make(folder: Path, name: str) -> None:
     if GOLDEN in options:
         options.insert(options.index(GOLDEN) + 1, str(folder / f"{name}.golden.json"))
     command([str(_checkpoint(args)), *options], standalone_mode=False)
+
+
+def _export_folder(folder: Path, name: str) -> None:
+    """Export a model of transformers from a folder, and write its golden file."""
+    import transformers
+
+    from tformer_export import export
+    from tformer_export.sources import load_source
+    from tformer_export.verify.golden.record import make_golden, write_golden
+
+    transformers.utils.logging.disable_progress_bar()
+    module, model, processor = FOLDERS[name]
+    makers = import_module(f"support.{module}")
+    path = folder / f"{name}.onnx"
+    with TemporaryDirectory() as source:
+        getattr(makers, model)().save_pretrained(source)
+        getattr(makers, processor)().save_pretrained(source)
+        path.unlink(missing_ok=True)
+        export(load_source(source), path)
+    write_golden(make_golden(path), folder / f"{name}.golden.json")
+
+
+def _export_with_shortlist(path: Path, quantization: str) -> None:
+    """Export a translator with random weights, 600 ids and a shortlist, which has 10 to 59 of the ids as sources."""
+    import numpy as np
+    import torch
+
+    from tformer_export import export
+    from tformer_export.verify.golden.record import make_golden, write_golden
+    from tformer_models.seq2seq import Seq2SeqTransformer
+
+    torch.manual_seed(0)
+    sizes = {"width": 32, "heads": 4, "encoder_layers": 1, "decoder_layers": 1, "feedforward": 64, "max_length": 24}
+    model = Seq2SeqTransformer(600, 600, dropout=0.0, tie_output=quantization == "none", **sizes).eval()
+    with torch.no_grad():
+        model.output.weight.normal_(0, 1)
+    random = np.random.default_rng(0)
+    sources = [random.integers(10, 60, random.integers(3, 8)).tolist() for _ in range(60)]
+    ids = torch.randint(10, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as temporary:
+        lines = Path(temporary) / "lines.jsonl"
+        lines.write_text("".join(json.dumps({"src": source}) + "\n" for source in sources))
+        path.unlink(missing_ok=True)
+        export(
+            model, path, {"src": ids, "tgt": ids}, "tgt", quantization=quantization, shortlist=lines,
+            special_tokens={"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0},
+            generation_defaults={"max_new_tokens": 10},
+        )  # fmt: skip
+    write_golden(make_golden(path), path.with_suffix(".golden.json"))
 
 
 def _write_toys(folder: Path) -> None:

@@ -153,7 +153,8 @@ function fieldsOf(result: Json, expected: Json): Json {
   if (Array.isArray(result)) return { masks: result };
   if ("tokenIds" in result) {
     const segments = result.segments.length ? { segments: result.segments } : {};
-    return { text: result.text, token_ids: result.tokenIds, score: result.score, ...segments };
+    const language = result.language === undefined ? {} : { language: result.language };
+    return { text: result.text, token_ids: result.tokenIds, score: result.score, ...language, ...segments };
   }
   return { label: result.label, score: result.score, scores: result.scores };
 }

@@ -70,6 +70,25 @@ describe.each(golden.cases)("$name", (one) => {
   });
 });
 
+test("places are indices of JavaScript's strings, in which an emoji has two units", async () => {
+  const [one] = golden.cases;
+  const text = "😀 good";
+  const spans = await Model.load(golden.array(one.spansFile), { threads: 1 });
+  const found = (await spans.entities([text], { aggregation: "none", ignoreLabels: [] }))[0];
+  const last = found[found.length - 1];
+  expect([last.text, last.start, last.end]).toEqual(["good", 3, 7]); // in Python 2 and 6
+  expect(found.map(({ start, end }) => text.slice(start, end))).toEqual(found.map((span) => span.text));
+  await spans.dispose();
+  const answers = await Model.load(golden.array(one.answersFile), { threads: 1 });
+  const context = "😀😀 good bad";
+  const [best] = await answers.answer([["the day", context]], { topK: 9 });
+  const all = [best, ...best.alternatives].filter((answer) => answer.text);
+  const good = all.find((answer) => answer.text === "good")!;
+  expect([good.start, good.end]).toEqual([5, 9]); // in Python 3 and 7
+  expect(all.map(({ start, end }) => context.slice(start, end))).toEqual(all.map((answer) => answer.text));
+  await answers.dispose();
+});
+
 test("wrong calls are refused in one sentence", async () => {
   const [{ spansFile, answersFile }] = golden.cases;
   const spans = await Model.load(golden.array(spansFile), { threads: 1 });

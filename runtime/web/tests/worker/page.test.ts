@@ -7,6 +7,7 @@ import { join, resolve } from "node:path";
 import puppeteer, { type Browser, type Page } from "puppeteer-core";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import type * as tformer from "../../src/index.js";
+import { Golden, type Place } from "../golden/golden.js";
 import { CHROMIUM } from "../support/browsers.js";
 import { modelBytes } from "../support/models.js";
 import { contentType, POLICY } from "../support/pageServer.js";
@@ -29,6 +30,8 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
 
   beforeAll(async () => {
     const model = modelBytes("g2p");
+    const golden = new Golden<{ file: Place<"uint8"> }>("slow_tokenizer.py");
+    const slow = golden.array(golden.cases[0].file);
     server = createServer((request, response) => {
       const path = request.url!;
       // The browser's own cache would ask with versions too.
@@ -42,6 +45,8 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
         modelRequests.push(known);
         if (known === '"1"') return void response.writeHead(304, { ETag: known }).end();
         response.writeHead(200, { ...headers, ETag: '"1"', "Content-Length": model.length }).end(model);
+      } else if (path === "/slow.onnx") {
+        response.writeHead(200, headers).end(slow);
       } else if (path === "/index.html") {
         response.writeHead(200, headers).end('<!doctype html><script type="module" src="start.js"></script>');
       } else if (path === "/start.js") {
@@ -92,6 +97,29 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
       await (await Model.load("/g2p.onnx")).dispose();
     });
     await expect.poll(() => page.workers().length).toBe(1); // that of the model above
+  });
+
+  test("a regular expression without an end leaves the page alive, and ends with the model", async () => {
+    const before = page.workers().length;
+    const found = await page.evaluate(async () => {
+      const { AbortedError, Model } = window.tformer;
+      const model = await Model.load("/slow.onnx", { cache: false });
+      const controller = new AbortController();
+      const call = model.entities(["a".repeat(60)], { signal: controller.signal });
+      let turns = 0;
+      const clock = setInterval(() => turns++, 10);
+      setTimeout(() => controller.abort(), 300);
+      const error = await call.catch((thrown: unknown) => thrown);
+      clearInterval(clock);
+      const other = model.entities(["abc"]).catch((thrown: Error) => thrown.message);
+      await model.dispose();
+      return { turns, isAborted: error instanceof AbortedError, other: await other };
+    });
+    expect(found.isAborted).toBe(true);
+    expect(found.turns).toBeGreaterThan(50);
+    expect(found.other).toContain("the model is closed");
+    // Chromium waits some seconds before it stops a script that does not end.
+    await expect.poll(() => page.workers().length, { timeout: 20_000 }).toBe(before);
   });
 
   test.each(["cache-api", "opfs"] as const)("%s keeps the file", async (cache) => {

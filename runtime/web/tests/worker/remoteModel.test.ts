@@ -202,6 +202,65 @@ test("pictures, sounds and series", async () => {
   await local.dispose();
 });
 
+test("pictures in prompts and cached prefixes", async () => {
+  const model = await remote(modelPath("tiny-llava"));
+  const local = await Model.load(modelPath("tiny-llava"), { device: "wasm" });
+  const images = [20, 33].map((size) => {
+    const data = Uint8Array.from({ length: 3 * size * size }, (_, i) => (i * i) % 251);
+    return { data, width: size, height: size };
+  });
+  const options = { maxNewTokens: 9 };
+  const text = "a <image> b <image>?";
+  const expected = await local.generate(text, { ...options, images });
+  expect(withoutTiming(await model.generate(text, { ...options, images }))).toEqual(withoutTiming(expected));
+  const inputs = [model.picturedPrompt(text, images), "no picture"];
+  const [batch] = await all(model.generateBatch(inputs, options));
+  expect(batch[0].tokenIds).toEqual(expected.tokenIds);
+  const prefix = await model.cachePrefix(model.picturedPrompt("a <image> b", images.slice(0, 1)));
+  const own = await local.cachePrefix(local.picturedPrompt("a <image> b", images.slice(0, 1)));
+  const continued = await local.generate(" c", { ...options, prefix: own });
+  expect((await model.generate(" c", { ...options, prefix })).tokenIds).toEqual(continued.tokenIds);
+  expect((await all(model.generateBatch([" c"], { ...options, prefix })))[0][0].text).toBe(continued.text);
+  expect((await all(model.stream(" c", { ...options, prefix })))[0].join("")).toBe(continued.text);
+  const other = await remote(modelPath("tiny-llava"));
+  await expect(other.generate(" c", { prefix })).rejects.toThrow("was read by another model");
+  await other.dispose();
+  prefix.release();
+  await expect(model.generate(" c", { prefix })).rejects.toThrow("the prefix has been released");
+  const message = [
+    { type: "image" as const, image: images[0] },
+    { type: "text" as const, text: "what?" },
+  ];
+  const [chat, ownChat] = [model.chat(), local.chat()];
+  const answer = await ownChat.send(message, options);
+  expect((await chat.send(message, options)).tokenIds).toEqual(answer.tokenIds);
+  const prompt = await model.prompt([{ role: "user", content: message }]);
+  expect((await model.generate(prompt, options)).tokenIds).toEqual(answer.tokenIds);
+  await model.dispose();
+  await local.dispose();
+});
+
+test("attention weights and transcriptions", async () => {
+  const model = await remote(modelPath("g2p-extras"));
+  const local = await Model.load(modelPath("g2p-extras"), { device: "wasm" });
+  expect(await model.align("hello", "HH AH")).toEqual(await local.align("hello", "HH AH"));
+  expect(await model.hiddenStates("hello", "HH AH")).toEqual(await local.hiddenStates("hello", "HH AH"));
+  const result = await model.generate("hello", { crossAttentions: true });
+  expect(await model.labels("hello", result)).toEqual(await local.labels("hello", result));
+  await expect(model.attentions("a")).rejects.toThrow(UnsupportedCallError);
+  await model.dispose();
+  await local.dispose();
+  const speech = await remote(modelPath("tiny-whisper"));
+  const ownSpeech = await Model.load(modelPath("tiny-whisper"), { device: "wasm" });
+  const sound = { samples: Float32Array.from({ length: 20000 }, (_, i) => Math.sin(i * i)), samplingRate: 16000 };
+  const expected = await ownSpeech.transcribe(sound, { language: "de" });
+  expect(expected.segments.length).toBeGreaterThan(0);
+  expect(await speech.transcribe(sound, { language: "de" })).toEqual(expected);
+  expect((await all(speech.transcribeBatch([sound], { language: "de" })))[0]).toEqual([expected]);
+  await speech.dispose();
+  await ownSpeech.dispose();
+});
+
 test("loading: progress, the store of the page, a signal and errors", async () => {
   const server = new FileServer();
   await server.start();
