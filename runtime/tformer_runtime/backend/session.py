@@ -118,6 +118,7 @@ class Session:
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
         self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self._view_name = self._sessions["decode"].get_outputs()[0].name
         self._bfloat16_names = frozenset(
             name for session in self._sessions.values() for name in _bfloat16_tensors(session)
         )
@@ -263,6 +264,15 @@ class Session:
     def write_tensor(self, tensor: Any, array: Array) -> None:
         """Overwrite the values of a tensor in place. array: of the tensor's type and shape."""
         tensor.update_inplace(np.ascontiguousarray(array))
+
+    def row_view(self, tensor: Any, begin: int, end: int) -> Any:
+        """Return an OrtValue on the memory of some rows of a tensor, which the caller keeps alive."""
+        shape = tensor.shape()
+        address = tensor.data_ptr() + begin * (tensor.tensor_size_in_bytes() // shape[0])
+        native = self.new_binding("decode").native
+        dtype = tensor.element_type()
+        native.bind_output(self._view_name, tensor.device_name(), 0, dtype, [end - begin, *shape[1:]], address)
+        return native.get_outputs()[0]
 
     def _run_options(self, graph: int) -> Any:
         """Return the options of a run. graph: -1 for a run that is neither captured nor replayed."""

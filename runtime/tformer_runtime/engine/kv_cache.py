@@ -2,9 +2,9 @@
 
 A cache tensor has its batch on axis 0 and its slots on an axis that the manifest names. Slot *j* of a row holds the
 row's token *j*, so a row of length *n* uses slots 0 … n-1, and later slots are never read. On the CPU the buffers are
-numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing,
-joining and repeating rows copies them through the host. Rows of a pool's buffers leave or swap places without a copy:
-`buffer_rows` says where each row is.
+numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing
+and repeating rows copies them through the host. In a pool's buffers `buffer_rows` says where each row is. There rows
+leave or swap places without a copy, and rows that join are written to unused rows.
 
 A cache without slots is a *carry*: a value of fixed size after the row's last token. It is copied whole with its row.
 A step reads it from one side and writes it to the other. So the carries before the latest step are still there, and a
@@ -254,7 +254,8 @@ class KVCache:
     def join(self, other: KVCache, used: int, other_used: int) -> None:
         """Append the rows of `other` and release it.
 
-        Copies the rows of `other`, and the rows of this cache too if its buffers are too small or far too large.
+        Copies the rows of `other`, and the rows of this cache too if its buffers are too small or far too large, or on
+        another device unless they are a pool's.
 
         used, other_used: the number of used slots of both caches.
         """
@@ -264,6 +265,9 @@ class KVCache:
         buffer_size = self._buffer_size(rows, max(used, other_used), max_slots)
         self._budget.release(other.nbytes)  # the budget counts the moved rows once
         other.nbytes = 0
+        if self.pooled_buffers is not None and buffer_size == (self.row_capacity, self.slot_capacity):
+            self._join_unused_rows(self.pooled_buffers, other, other_used)
+            return
         if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
             self._reallocate(np.arange(rows_before), buffer_size, used)
         for group, other_group in zip(self._groups, other._groups, strict=True):
@@ -278,6 +282,27 @@ class KVCache:
         other.release()
         self.rows, self._max_slots = rows, max_slots
         self._bind()
+
+    def _join_unused_rows(self, buffers: BufferSet, other: KVCache, used: int) -> None:
+        """Write the rows of `other` to unused rows of the buffers. used: the number of used slots of `other`.
+
+        All slots of the rows are written, because attention may multiply an unused slot by 0.
+        """
+        places = np.setdiff1d(np.arange(buffers.rows), self.buffer_rows)[: other.rows]
+        runs = np.split(np.arange(other.rows), np.flatnonzero(np.diff(places) != 1) + 1)
+        for group, other_group, values in zip(self._groups, other._groups, buffers.values, strict=True):
+            sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
+            rows = _zeros((len(values), other.rows, *sizes), storage_dtype(group.spec.dtype))
+            part = group.copied_slots(used)
+            if part is not None and other.slot_capacity:
+                rows[part] = other._current_array(other_group)[:, : other.rows][part]
+            for value, tensor in zip(values, rows, strict=True):
+                for run in runs:
+                    view = self._session.row_view(value, int(places[run[0]]), int(places[run[-1]]) + 1)
+                    self._session.write_tensor(view, tensor[run[0] : run[-1] + 1])
+        self.buffer_rows = np.concatenate([self.buffer_rows, places])
+        self.rows += other.rows
+        other.release()
 
     def fit(self, used: int) -> bool:
         """Shrink the buffers to the rows and their first `used` slots. Return False if they are not larger."""

@@ -282,6 +282,40 @@ def test_unused_rows_change_no_bit_of_the_others(files, name):
         np.testing.assert_array_equal(logits(poison), expected)
 
 
+@toys
+def test_rows_that_join_take_the_places_of_rows_that_ended(files, name, monkeypatch):
+    """The other rows are not copied, their graph is replayed, and the results are the CPU's."""
+    engine, plain = Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1)
+    copies = []
+    reallocate = KVCache._reallocate
+    monkeypatch.setattr(KVCache, "_reallocate", lambda cache, *given: (copies.append(cache), reallocate(cache, *given)))
+    requests = {"src": rows_of(1, (7, 2, 5, 8, 4))} if engine.manifest.encode else None
+    others = {"src": rows_of(2, (3, 6))} if engine.manifest.encode else None
+    states, graphs = [], []
+    for each in (engine, plain):
+        state = each.start(requests, 5, joins=True)
+        each.step(state, np.array([[5, 6], [7, 8], [9, 3], [4, 4], [6, 5]]), np.array([2, 1, 2, 1, 2]))
+        each.step(state, np.array([[4], [5], [6], [7], [8]]))
+        states.append(state)
+    graphs.append(states[0].call.step.graph_id)
+    del copies[:]
+    for each, state in zip((engine, plain), states, strict=True):
+        each.reorder(state, np.array([0, 4, 2]))
+        for _ in range(2):  # two rows, then others in the places that are left: of 8, three are not neighbours
+            new = each.start(others, 2, joins=True)
+            each.step(new, np.array([[9, 6, 3], [7, 8, 5]]), np.array([3, 2]))
+            each.join(state, new)
+    assert all(cache is not states[0].cache for cache in copies)
+    tokens = np.array([[4], [5], [6], [7], [8], [9], [3]])
+    for _ in range(12):
+        actual, expected = engine.step_one_token(states[0], tokens), plain.step(states[1], tokens)
+        actual = actual.copy()
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+        tokens = expected.argmax(-1)[:, None]
+        graphs.append(states[0].call.step.graph_id)
+    assert len(set(graphs)) == 1
+
+
 def test_a_long_row_that_ends_does_not_write_beyond_the_buffers(files):
     """The unused row of a row that ended near the end of the buffers begins again at their beginning."""
     engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
