@@ -280,8 +280,18 @@ def _take_rows(array: Array, axis: int | None, rows: Ints) -> Array:
 def _resize_axes(array: Array, axis: int | None, shape: Sequence[int]) -> Array:
     """Cut every axis but the batch's to its size in `shape`, or extend it by repeating its end."""
     cut = array[tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(shape))]
-    padding = [(0, 0 if i == axis else size - cut.shape[i]) for i, size in enumerate(shape)]
-    return np.pad(cut, padding, mode="edge") if any(end for _, end in padding) else cut
+    sizes = [cut.shape[i] if i == axis else size for i, size in enumerate(shape)]
+    if list(cut.shape) == sizes:
+        return cut
+    resized = np.empty(sizes, array.dtype)  # numpy.pad takes several times as long for small arrays
+    filled = [slice(0, size) for size in cut.shape]
+    resized[tuple(filled)] = cut
+    for i, (size, needed) in enumerate(zip(cut.shape, sizes, strict=True)):
+        if size < needed:
+            end, rest = filled.copy(), filled.copy()
+            end[i], rest[i], filled[i] = slice(size - 1, size), slice(size, needed), slice(0, needed)
+            resized[tuple(rest)] = resized[tuple(end)]
+    return resized
 
 
 def _writable(array: Array) -> Array:
