@@ -1,11 +1,15 @@
 """Decode steps as CUDA graphs, which are launched as a whole: a step of a small batch mostly waits for kernel launches.
 
 A graph is captured for one shape, reads and writes the buffers that it was captured with, and is never freed by
-onnxruntime. So a pool keeps the buffers, by rows and slots. A batch borrows the buffers of its shape, if no other batch
-uses them, and its steps of one token replay the graph of these buffers. A graph reads the host inputs as they were at
-the capture, so the host input for the number of slots says that the longest row fills the buffers. The real lengths of
-the rows are on the device. All other calls (prompts, several tokens, extra outputs, shapes beyond MAX_BUFFER_SHAPES)
-run without a graph.
+onnxruntime. A capture takes as long as many steps. So numbers of rows are rounded up (`padded_rows`), and a pool keeps
+the buffers, by rows and slots. A batch borrows the buffers of its shape, if no other batch uses them, and its steps of
+one token replay the graph of these buffers. The rows of the batch may be any of the buffers' rows: when a row ends, the
+others stay where they are. Unused rows are computed like the others, on tokens and lengths that the device made, and
+nobody reads their results. Their lengths are below the longest row's, so that they write within the buffers.
+
+A graph reads the host inputs as they were at the capture, so the host input for the number of slots says that the
+longest row fills the buffers. The real lengths of the rows are on the device. All other calls (prompts, several tokens,
+extra outputs, and all beyond MAX_CAPTURES) run without a graph.
 
 On a session that captures no graphs, such as the CPU's, the same calls run on the same buffers, uncaptured.
 """
@@ -31,7 +35,7 @@ from tformer_runtime.backend.sampling_graph import (
     TopLogits,
 )
 from tformer_runtime.backend.session import Session
-from tformer_runtime.base.arrays import F32, Array
+from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.format.manifest import (
     LAST_POSITION,
     POSITIONS,
@@ -44,6 +48,26 @@ from tformer_runtime.format.manifest import (
 
 MAX_CAPTURE_RUNS = 8  # upper limit of the runs with which onnxruntime captures a graph
 MAX_BUFFER_SHAPES = 32  # shapes of caches that the pool keeps, and shapes of context for each
+MAX_FREE_BYTES = 2**31  # caches that the pool keeps while no batch uses them
+MAX_CAPTURES = 512  # of a session: their graphs stay until it is closed
+TILE_ROWS = 8  # matrix units compute products for a multiple of 8 rows
+
+
+def padded_rows(rows: int) -> int:
+    """Return the rows of buffers for `rows` rows: 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, …
+
+    Up to 32 rows, products take the time of reading the weights for any of these numbers. Beyond, at most half of the
+    rows are added, to have two numbers for each power of two.
+    """
+    if rows <= TILE_ROWS:
+        return 1 << (rows - 1).bit_length()
+    return padded_size(rows, rows.bit_length() - 2)
+
+
+def padded_size(size: int, bits: int) -> int:
+    """Return the smallest multiple of TILE_ROWS and of 2 ** bits that is at least `size`."""
+    multiple = max(TILE_ROWS, 1 << max(bits, 0))
+    return -(-size // multiple) * multiple
 
 
 class BufferSet:
@@ -55,34 +79,51 @@ class BufferSet:
 
     def __init__(self, rows: int, slots: int, values: list[list[Any]]) -> None:
         self.rows, self.slots, self.values = rows, slots, values
+        self.nbytes = sum(value.tensor_size_in_bytes() for tensors in values for value in tensors)
         self.steps_by_context: dict[tuple[tuple[int, ...], ...], CapturedStep] = {}
+
+    def step(self, key: tuple[tuple[int, ...], ...]) -> CapturedStep | None:
+        """Return the step for these shapes of the context, if there is one."""
+        step = self.steps_by_context.pop(key, None)
+        if step is not None:
+            self.steps_by_context[key] = step  # the latest last
+        return step
+
+    def add_step(self, key: tuple[tuple[int, ...], ...], step: CapturedStep) -> None:
+        """Keep a step, in the place of the one that was not used for the longest time if there are many."""
+        if len(self.steps_by_context) == MAX_BUFFER_SHAPES:
+            del self.steps_by_context[next(iter(self.steps_by_context))]
+        self.steps_by_context[key] = step
 
 
 class BufferPool:
-    """Cache buffers that keep their addresses. Safe to share between threads."""
+    """Cache buffers that keep their addresses. Safe to share between threads.
+
+    Buffers that no batch uses are freed, those of the longest time first, beyond MAX_FREE_BYTES or MAX_BUFFER_SHAPES.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._lock = threading.RLock()  # reentrant: garbage collection may release buffers while the lock is held
-        self._buffers: dict[tuple[int, int], BufferSet] = {}
-        self._free: set[tuple[int, int]] = set()
+        self._used: dict[tuple[int, int], BufferSet] = {}
+        self._free: dict[tuple[int, int], BufferSet] = {}  # the latest last
 
     def acquire(self, rows: int, slots: int, arrays: Sequence[Array]) -> BufferSet | None:
         """Return buffers for `rows` rows and `slots` slots, filled from `arrays`.
 
         arrays: (tensors, row capacity, …) for each group of tensors.
-        None if another batch uses the buffers of this shape, or if the pool has MAX_BUFFER_SHAPES other shapes.
+        None if another batch uses the buffers of this shape, or if batches use MAX_BUFFER_SHAPES other shapes.
         """
         key = rows, slots
         with self._lock:
-            buffers = self._buffers.get(key)
-            if buffers is None and len(self._buffers) < MAX_BUFFER_SHAPES:
-                values = [[self.session.device_tensor(tensor[:rows]) for tensor in array] for array in arrays]
-                self._buffers[key] = buffers = BufferSet(rows, slots, values)
-                return buffers
-            if buffers is None or key not in self._free:
+            if key in self._used or len(self._used) >= MAX_BUFFER_SHAPES:
                 return None
-            self._free.remove(key)
+            buffers = self._free.pop(key, None)
+            if buffers is None:
+                values = [[self.session.device_tensor(tensor[:rows]) for tensor in array] for array in arrays]
+                self._used[key] = buffers = BufferSet(rows, slots, values)
+                return buffers
+            self._used[key] = buffers
         for array, values in zip(arrays, buffers.values, strict=True):
             for tensor, value in zip(array, values, strict=True):
                 self.session.write_tensor(value, tensor[:rows])
@@ -90,13 +131,22 @@ class BufferPool:
 
     def release(self, buffers: BufferSet) -> None:
         """Return the buffers to the pool when the batch ends or outgrows them."""
+        key = buffers.rows, buffers.slots
         with self._lock:
-            self._free.add((buffers.rows, buffers.slots))
+            if self._used.get(key) is not buffers:
+                return  # the pool was closed
+            del self._used[key]
+            self._free[key] = buffers
+            while (
+                sum(free.nbytes for free in list(self._free.values())) > MAX_FREE_BYTES
+                or len(self._free) > MAX_BUFFER_SHAPES
+            ):
+                self._free.pop(next(iter(self._free)))
 
     def close(self) -> None:
         """Free the buffers, those of running batches when these end."""
         with self._lock:
-            self._buffers, self._free = {}, set()
+            self._used, self._free = {}, {}
 
 
 class CapturedStep:
@@ -106,7 +156,7 @@ class CapturedStep:
     nothing, because the step before has written its inputs. Such a step costs the graph and two copies of a few bytes a
     row from the device. Any other step also copies these bytes to the device and the logits from it.
 
-    host_inputs: copies of the changing inputs on the host, by name.
+    host_inputs: copies of the changing inputs on the host, by name, for all rows of the buffers.
     token_input: the name of the input that holds the tokens.
     outputs: the other outputs, by name.
     """
@@ -144,6 +194,7 @@ class CapturedStep:
         self.slots = buffers.slots
         self._thread_state = threading.local()  # onnxruntime captures a graph for each thread
         self._top_logits_finder: TopLogitsFinder | None = None
+        self._rows: Ints | None = None  # of the latest run
         bound = {**others, **self.inputs, **self.contexts}
         bound |= dict(zip((cache.past for cache in decode.caches), caches, strict=True))
         bound[TOTAL_SLOTS] = session.host_tensor(np.array(buffers.slots, np.int32))
@@ -158,11 +209,19 @@ class CapturedStep:
         for name, value in {decode.logits.name: self.logits, **self.outputs}.items():
             self.binding.native.bind_ortvalue_output(name, value)
 
-    def run(self, tokens: Array, lengths: Array) -> DeviceLogits:
-        """Run the step. tokens: (rows, 1). lengths: (rows,), the cached tokens of each row before the step."""
-        self._write_inputs(tokens, lengths)
+    def run(self, tokens: Array, lengths: Array, rows: Ints) -> DeviceLogits:
+        """Run the step.
+
+        tokens: (rows, 1).
+        lengths: (rows,), the cached tokens of each row before the step.
+        rows: (rows,), the row of the buffers of each row, all different. The caller never changes the array.
+        """
+        self._write_inputs(tokens, lengths, rows)
+        captured = self._captured
+        if not captured:
+            self.session.captures += 1
         self.session.run(self.binding, "decode", self.graph_id)
-        if not self._captured:  # the capture ran the stage several times, each time on the inputs of the run before
+        if not captured:  # the capture ran the stage several times, each time on the inputs of the run before
             self._thread_state.captured = True
             for name, array in self.host_inputs.items():
                 self.session.write_tensor(self.inputs[name], array)
@@ -172,27 +231,35 @@ class CapturedStep:
                 array[...] = self.inputs[name].numpy()
             else:
                 array += 1
-        return DeviceLogits(self)
+        return DeviceLogits(self, rows)
 
     def top_logits(self, temperatures: F32) -> list[TopLogits]:
-        """Return the top logits of each row of the latest step, for sampling. temperatures: (rows,)."""
+        """Return the top logits of each row of the buffers, for sampling. temperatures: one for each."""
         if self._top_logits_finder is None:
             self._top_logits_finder = TopLogitsFinder(self.session, self.logits)
         return self._top_logits_finder(temperatures)
 
     def ready(self, max_row_length: int) -> bool:
         """Return whether this thread may run the step. The runs of a capture write slots behind the longest row."""
-        return self._captured or max_row_length + MAX_CAPTURE_RUNS <= self.slots
+        may_capture = self.session.captures < MAX_CAPTURES
+        return self._captured or (may_capture and max_row_length + MAX_CAPTURE_RUNS <= self.slots)
 
     @property
     def _captured(self) -> bool:
         return hasattr(self._thread_state, "captured")
 
-    def _write_inputs(self, tokens: Array, lengths: Array) -> None:
+    def _write_inputs(self, tokens: Array, lengths: Array, rows: Ints) -> None:
+        """Write the inputs of `run` that the device does not have.
+
+        Unused rows then continue from no cached tokens, so that no row that is used is shorter.
+        """
+        moved = self._rows is not rows
+        self._rows = rows
         for name, array in self.host_inputs.items():
             value = tokens if name == self.token_input else lengths[:, None] if name == POSITIONS else lengths
-            if not np.array_equal(array, value):
-                array[...] = value
+            if moved or not np.array_equal(array[rows], value):
+                array[...] = tokens[0] if name == self.token_input else 0  # a valid token for unused rows
+                array[rows] = value
                 self.session.write_tensor(self.inputs[name], array)
 
 
@@ -206,10 +273,11 @@ class DeviceLogits:
     logprobs: (rows,), their log-probabilities.
     """
 
-    def __init__(self, step: CapturedStep) -> None:
-        self._step = step
-        self.tokens: Array = step.host_inputs[step.token_input][:, 0].copy()
-        self.logprobs: Array = step.outputs[NEXT_LOGPROB].numpy()[:, 0]
+    def __init__(self, step: CapturedStep, rows: Ints) -> None:
+        """rows: the row of the step's buffers of each row."""
+        self._step, self._rows = step, rows
+        self.tokens: Array = step.host_inputs[step.token_input][rows, 0]
+        self.logprobs: Array = step.outputs[NEXT_LOGPROB].numpy()[rows, 0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -220,11 +288,15 @@ class DeviceLogits:
     def copy(self) -> Array:
         """Copy all logits to the host, (rows, vocabulary)."""
         logits: Array = self._step.logits.numpy()[:, 0]
-        return logits
+        is_whole = len(self._rows) == len(logits) and bool((self._rows == np.arange(len(logits))).all())
+        return logits if is_whole else logits[self._rows]
 
     def top_logits(self, temperatures: F32) -> list[TopLogits]:
         """Return the top logits of each row. temperatures: (rows,), divisors of the logits in the sum of weights."""
-        return self._step.top_logits(temperatures)
+        spread = np.ones(self._step.logits.shape()[0], np.float32)
+        spread[self._rows] = temperatures
+        found = self._step.top_logits(spread)
+        return [found[row] for row in self._rows.tolist()]
 
 
 class TopLogitsFinder:

@@ -63,6 +63,7 @@ class Session:
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
+    captures: the number of graphs that were captured.
     small_batch_limit: as in the manifest's decode stage; None if native kernels serve any number of rows.
     run_slots: the limit for runs at the same time; None on CUDA.
 
@@ -102,6 +103,7 @@ class Session:
         self._run_options_by_graph: dict[int, Any] = {}
         self._bindings = Bindings()
         self.captures_graphs = False
+        self.captures = 0
         self.small_batch_limit = self.manifest.decode.small_batch_limit if self.manifest.decode else None
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
@@ -116,6 +118,7 @@ class Session:
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
         self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}
+        self._view_name = self._sessions["decode"].get_outputs()[0].name
         self._bfloat16_names = frozenset(
             name for session in self._sessions.values() for name in _bfloat16_tensors(session)
         )
@@ -210,24 +213,37 @@ class Session:
         else:
             session.run_with_iobinding(native, self._run_options(-1 if graph is None else graph))
 
-    def bind_input(self, binding: Binding, name: str, tensor: Any) -> None:
-        """Bind an input to a tensor.
+    def bind_input(self, binding: Binding, name: str, tensor: Any, rows: int | None = None) -> None:
+        """Bind an input to a tensor, or to its first rows.
 
-        A bfloat16 input reads a tensor of its bits (`format.dtypes`), which the caller must keep alive.
+        A bfloat16 input reads a tensor of its bits (`format.dtypes`), which the caller must keep alive, as it must a
+        tensor of which some rows are bound.
         """
-        if name in self._bfloat16_names:
-            buffer = tensor.device_name(), 0, DATA_TYPE_BFLOAT16, tensor.shape(), tensor.data_ptr()
+        buffer = self._raw_buffer(name, tensor, rows)
+        if buffer is not None:
             binding.native.bind_input(name, *buffer)
         else:
             binding.native.bind_ortvalue_input(name, tensor)
 
-    def bind_output(self, binding: Binding, name: str, tensor: Any) -> None:
-        """Bind an output to a tensor, which the run overwrites. bfloat16 is stored as for `bind_input`."""
-        if name in self._bfloat16_names:
-            buffer = tensor.device_name(), 0, DATA_TYPE_BFLOAT16, tensor.shape(), tensor.data_ptr()
+    def bind_output(self, binding: Binding, name: str, tensor: Any, rows: int | None = None) -> None:
+        """Bind an output to a tensor, or to its first rows, which the run overwrites. bfloat16 is stored as for
+        `bind_input`.
+        """
+        buffer = self._raw_buffer(name, tensor, rows)
+        if buffer is not None:
             binding.native.bind_output(name, *buffer)
         else:
             binding.native.bind_ortvalue_output(name, tensor)
+
+    def _raw_buffer(self, name: str, tensor: Any, rows: int | None) -> tuple[Any, ...] | None:
+        """Return device, number of the device, type, shape and address of a tensor that must be bound by address."""
+        shape = tensor.shape()
+        dtype = DATA_TYPE_BFLOAT16 if name in self._bfloat16_names else tensor.element_type()
+        if rows is not None and rows != shape[0]:
+            shape = [rows, *shape[1:]]
+        elif dtype != DATA_TYPE_BFLOAT16:
+            return None
+        return tensor.device_name(), 0, dtype, shape, tensor.data_ptr()
 
     def read_array(self, tensor: Any) -> Array:
         """Return the values of an output of `bind_new_output`; for bfloat16, a copy of its bits."""
@@ -248,6 +264,15 @@ class Session:
     def write_tensor(self, tensor: Any, array: Array) -> None:
         """Overwrite the values of a tensor in place. array: of the tensor's type and shape."""
         tensor.update_inplace(np.ascontiguousarray(array))
+
+    def row_view(self, tensor: Any, begin: int, end: int) -> Any:
+        """Return an OrtValue on the memory of some rows of a tensor, which the caller keeps alive."""
+        shape = tensor.shape()
+        address = tensor.data_ptr() + begin * (tensor.tensor_size_in_bytes() // shape[0])
+        native = self.new_binding("decode").native
+        dtype = tensor.element_type()
+        native.bind_output(self._view_name, tensor.device_name(), 0, dtype, [end - begin, *shape[1:]], address)
+        return native.get_outputs()[0]
 
     def _run_options(self, graph: int) -> Any:
         """Return the options of a run. graph: -1 for a run that is neither captured nor replayed."""

@@ -156,7 +156,11 @@ def warp(logits: F32, temperature: float, top_k: int, top_p: float, min_p: float
     if not len(tokens):
         raise OptionError("the options leave no token that may come next")
     scores = logits[tokens].astype(np.float64) / temperature
-    tokens, scores = _keep_top_k(tokens, scores, top_k)
+    return _warp_scores(*_keep_top_k(tokens, scores, top_k), top_p, min_p)
+
+
+def _warp_scores(tokens: Ints, scores: F64, top_p: float, min_p: float) -> tuple[Ints, F64]:
+    """Return the tokens that top_p and min_p keep, and their probabilities. scores: logits over the temperature."""
     weights = np.exp(scores - scores.max())
     if top_p < 1:
         order = np.argsort(weights, kind="stable")
@@ -183,11 +187,10 @@ def warp_top_logits(
     scores = top.logits.astype(np.float64) / temperature
     min_score, max_score = scores.min(), scores.max()  # other tokens may have up to min_score
     if top_k:
-        if top_k > np.count_nonzero(scores > min_score):
+        tokens, scores = _keep_top_k(top.tokens, scores, top_k)
+        if scores.min() <= min_score:  # a token that is not among the top logits may be kept
             return None
-        kept = _keep_top_k(np.arange(len(scores)), scores, top_k)[0]
-        tokens, probabilities = warp(top.logits[kept], temperature, 0, top_p, min_p)
-        return top.tokens[kept][tokens], probabilities
+        return _warp_scores(tokens, scores, top_p, min_p)
     tokens, weights = top.tokens, np.exp(scores - max_score)
     max_other_weight = weights.min() * (1 + _HOST_SUM_TOLERANCE)
     if top_p < 1:

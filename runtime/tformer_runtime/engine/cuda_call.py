@@ -10,7 +10,7 @@ from tformer_runtime.engine.state import LogitPositions, State
 class CudaGraphCall:
     """A `DecodeCall` for steps of one token. It runs a captured step on the buffers that the state's cache borrowed."""
 
-    new_tokens, keeps_logits_on_device = 1, True
+    new_tokens, keeps_logits_on_device, survives_moves = 1, True, True
     logit_positions: LogitPositions = "last"
 
     def __init__(self, step: CapturedStep) -> None:
@@ -23,7 +23,7 @@ class CudaGraphCall:
         return self.run_one_token(state, tokens, total_slots).copy()
 
     def run_one_token(self, state: State, tokens: Array, total_slots: int) -> DeviceLogits:
-        logits = self.step.run(tokens, state.lengths)
+        logits = self.step.run(tokens, state.lengths, state.cache.buffer_rows)
         state.cache.record_writes(state.lengths, 1)
         state.lengths += 1
         state.max_row_length = total_slots

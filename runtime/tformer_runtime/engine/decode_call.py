@@ -35,7 +35,7 @@ class SessionCall:
     It belongs to a state but has no reference to it, so that both are freed without a garbage collection.
     """
 
-    keeps_logits_on_device = False
+    keeps_logits_on_device = survives_moves = False
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class SessionCall:
         session, binding = self.session, self.session.new_binding("decode")
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
         bound |= dict(zip(static_inputs.context, state.encoder_context.values, strict=True))
-        bound |= dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
+        past = dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
+        bound |= past
         if STAGE_INPUT in session.input_shapes("decode"):
             bound[STAGE_INPUT] = static_inputs.decode_flag
         if self.candidates is not None:
@@ -102,10 +103,11 @@ class SessionCall:
             if self.gather_ids is not None:
                 bound[GATHER_IDS] = session.device_tensor(self.gather_ids)
         for name in session.input_shapes("decode"):
-            session.bind_input(binding, name, bound[name] if name in bound else static_inputs.placeholders[name])
+            tensor = bound[name] if name in bound else static_inputs.placeholders[name]
+            session.bind_input(binding, name, tensor, state.rows if name in past else None)
         binding.native.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(decode.caches, state.cache.present(side), strict=True):
-            session.bind_output(binding, cache.present, present)
+            session.bind_output(binding, cache.present, present, state.rows)
         for name in (*state.step_extras, *([GATHERED_COLUMNS] if self.gather_ids is not None else ())):
             session.bind_new_output(binding, name)
         return binding

@@ -5,6 +5,9 @@ file supports it (`DecodeStage.shares_context`), neighbouring rows of one reques
 context, provided that every request has the same number of rows. A free axis has the length of the longest row. It
 stays longer after that row has left, until new rows require new buffers. All padding positions of a row have equal
 contents, so that repeating the end of a row extends it.
+
+On a device other than the CPU rows move when the values are next read: a captured step has a copy of its own, which
+needs none of the moves.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tformer_runtime.backend.cuda_graphs import padded_size
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.engine.kv_cache import MAX_BUFFER_RATIO, move_rows
@@ -42,6 +46,7 @@ class EncoderContext:
         rows: int,
         budget: MemoryShare,
         shares: bool = False,
+        extends: bool = False,
     ) -> None:
         """Store the outputs of the encode stage.
 
@@ -49,8 +54,10 @@ class EncoderContext:
         lengths: free axis → (rows,), the length of each row there, with one position of padding if there is any. Other
             free axes are never cut.
         shares: whether rows may share a row of context.
+        extends: whether every free axis in `lengths` ends with padding in all rows, so that it can be extended.
         """
         self._session, self._specs, self._budget, self._shares = session, specs, budget, shares
+        self._extends = extends
         self._lengths = dict(lengths)
         self.requests = np.arange(rows)
         self._buffer_requests = self.requests  # (rows of the buffers in use,), the request of each
@@ -90,7 +97,32 @@ class EncoderContext:
 
     def reorder(self, rows: Ints) -> bool:
         """Replace row i by row rows[i]. Return whether there are new values to bind."""
+        if self._session.device != "cpu":
+            self.requests = self.requests[rows]
+            return bool(self._arrays)
         return self._assign_rows(self.requests[rows])
+
+    def padded_arrays(self, buffer_rows: Ints, capacity: int) -> list[Array]:
+        """Return the context for a captured step. Cost: a copy of all of it.
+
+        Row i of the batch has its context in row buffer_rows[i] of `capacity` rows. Other rows have that of the first.
+        Rows share a row of context only if the rows of the step do so as well. Free axes are extended to few different
+        sizes, because each takes a graph.
+        """
+        self.share_rows()
+        places = np.zeros(capacity, np.int64)
+        places[buffer_rows] = _first_index_of(self._buffer_requests, self.requests)
+        sharing = len(self.requests) // max(self.rows, 1)
+        if sharing > 1 and capacity % sharing == 0 and (buffer_rows == np.arange(len(buffer_rows))).all():
+            places = places[::sharing]
+        padded = []
+        for spec, array, axis in zip(self._specs, self.arrays, self._axes, strict=True):
+            sizes = [
+                padded_size(size, size.bit_length() - 3) if self._extends and name in self._lengths else size
+                for name, size in zip(spec.shape, array.shape, strict=True)
+            ]
+            padded.append(_take_rows(_resize_axes(array, axis, sizes), axis, places))
+        return padded
 
     def _assign_rows(self, requests: Ints) -> bool:
         """Arrange the buffers for rows of these requests. Return whether there are new values to bind."""
@@ -123,6 +155,9 @@ class EncoderContext:
 
         The sharing of rows is arranged when the values are next read, because new rows often split into several first.
         """
+        if self._session.device != "cpu":
+            self.share_rows()
+            other.share_rows()
         rows_before, rows = self.rows, self.rows + other.rows
         self._budget.release(other.nbytes)  # the budget counts the moved rows once
         other.nbytes = 0
@@ -148,6 +183,7 @@ class EncoderContext:
         for axis, buffer, array in zip(self._axes, self._arrays, other.arrays, strict=True):
             if axis is not None:
                 _row_range(buffer, axis, rows, rows_before)[...] = _resize_axes(array, axis, buffer.shape)
+        self._extends = self._extends and other._extends
         first = int(max(self.requests.max(initial=-1), self._buffer_requests.max(initial=-1))) + 1
         self.requests = np.concatenate([self.requests, other.requests + first])
         self._buffer_requests = np.concatenate([self._buffer_requests, other._buffer_requests + first])
@@ -171,6 +207,8 @@ class EncoderContext:
 
     def fit(self) -> bool:
         """Shrink the buffers to the rows in use and their lengths. Return False if they are not larger."""
+        if self._session.device != "cpu":
+            self.share_rows()
         shapes = [
             self._merged_shape(spec, array.shape, array.shape, self.rows)
             for spec, array in zip(self._specs, self._arrays, strict=True)
@@ -187,7 +225,9 @@ class EncoderContext:
         buffer_rows = _first_index_of(self._buffer_requests, requests)
         taken = [_take_rows(array, axis, buffer_rows) for array, axis in zip(self._arrays, self._axes, strict=True)]
         lengths = {axis: row_lengths[buffer_rows] for axis, row_lengths in self._lengths.items()}
-        other = EncoderContext(self._session, self._specs, taken, lengths, len(rows), budget, self._shares)
+        other = EncoderContext(
+            self._session, self._specs, taken, lengths, len(rows), budget, self._shares, self._extends
+        )
         other.requests = other._buffer_requests = requests
         return other
 
@@ -240,8 +280,18 @@ def _take_rows(array: Array, axis: int | None, rows: Ints) -> Array:
 def _resize_axes(array: Array, axis: int | None, shape: Sequence[int]) -> Array:
     """Cut every axis but the batch's to its size in `shape`, or extend it by repeating its end."""
     cut = array[tuple(slice(None) if i == axis else slice(0, size) for i, size in enumerate(shape))]
-    padding = [(0, 0 if i == axis else size - cut.shape[i]) for i, size in enumerate(shape)]
-    return np.pad(cut, padding, mode="edge") if any(end for _, end in padding) else cut
+    sizes = [cut.shape[i] if i == axis else size for i, size in enumerate(shape)]
+    if list(cut.shape) == sizes:
+        return cut
+    resized = np.empty(sizes, array.dtype)  # numpy.pad takes several times as long for small arrays
+    filled = [slice(0, size) for size in cut.shape]
+    resized[tuple(filled)] = cut
+    for i, (size, needed) in enumerate(zip(cut.shape, sizes, strict=True)):
+        if size < needed:
+            end, rest = filled.copy(), filled.copy()
+            end[i], rest[i], filled[i] = slice(size - 1, size), slice(size, needed), slice(0, needed)
+            resized[tuple(rest)] = resized[tuple(end)]
+    return resized
 
 
 def _writable(array: Array) -> Array:

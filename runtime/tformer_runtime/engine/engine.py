@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.backend.cuda_graphs import MAX_BUFFER_SHAPES, BufferPool, CapturedStep, DeviceLogits
+from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
@@ -227,7 +227,14 @@ class Engine:
             context = [arrays.pop(output.name) for output in self.manifest.encoded]
             lengths = row_lengths(self.manifest.encode.inputs, request_inputs, rows, padding)
         encoder_context = EncoderContext(
-            self.session, self.manifest.encoded, context, lengths, rows, budget, self.decode.shares_context
+            self.session,
+            self.manifest.encoded,
+            context,
+            lengths,
+            rows,
+            budget,
+            self.decode.shares_context,
+            extends=joins and not self.manifest.placeholders,
         )
         try:
             state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted, adapters)
@@ -293,13 +300,13 @@ class Engine:
             call = (
                 state.calls.get((new_tokens, logit_positions))
                 or self._cuda_graph_call(state, new_tokens, logit_positions)
-                or SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers)
+                or self._session_call(state, new_tokens, logit_positions, gathers)
             )
             state.call = call
             if rows * new_tokens <= MAX_CACHED_CALL_TOKENS:
                 state.calls[new_tokens, logit_positions] = call
         if not call.ready(state.max_row_length):
-            call = SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers)
+            call = self._session_call(state, new_tokens, logit_positions, gathers)
         return call.run(state, tokens, counts, total_slots)
 
     def step_in_parts(self, state: State, tokens: Array) -> Array:
@@ -345,9 +352,12 @@ class Engine:
         state.check()
         state.lengths_before = None
         lengths = state.lengths[rows]
+        captured_call = state.call if state.call is not None and state.call.survives_moves else None
         if state.encoder_context.reorder(rows):
             state.call = None
         if state.cache.reorder(rows, state.lengths):
+            state.call = captured_call = None
+        elif state.cache.pooled_buffers is not None:  # other calls need the rows in their order
             state.call = None
         if state.candidates is not None and state.candidates.reorder(rows):
             state.call = None
@@ -361,6 +371,8 @@ class Engine:
         else:
             state.lengths, state.adapters = lengths, adapters
             state.call = None
+        if captured_call is not None:
+            state.call = captured_call
         state.max_row_length = int(lengths.max(initial=0))
 
     def join(self, state: State, other: State) -> None:
@@ -453,20 +465,26 @@ class Engine:
             return None
         if self.decode.features:  # a graph continues from the likeliest token
             return None
-        state.encoder_context.share_rows()
-        contexts = dict(zip(self._static_inputs.context, state.context, strict=True))
+        arrays = state.encoder_context.padded_arrays(state.cache.buffer_rows, buffers.rows)
+        contexts = dict(zip(self._static_inputs.context, arrays, strict=True))
         key = tuple(array.shape for array in contexts.values())
-        step = buffers.steps_by_context.get(key)
+        step = buffers.step(key)
         if step is None:
-            if len(buffers.steps_by_context) == MAX_BUFFER_SHAPES:
-                return None
             others = {**self._static_inputs.placeholders, STAGE_INPUT: self._static_inputs.decode_flag}
             step = CapturedStep(self.session, self.decode, buffers, state.cache.past(0), contexts, others)
-            buffers.steps_by_context[key] = step
+            buffers.add_step(key, step)
         else:
             for name, array in contexts.items():
                 self.session.write_tensor(step.contexts[name], array)
         return CudaGraphCall(step)
+
+    def _session_call(
+        self, state: State, new_tokens: int, logit_positions: LogitPositions, gathers_columns: bool
+    ) -> SessionCall:
+        """Return a call of the session, which needs the rows in their order in the buffers."""
+        if state.cache.arrange(state.max_row_length):
+            state.call = None
+        return SessionCall(self._static_inputs, self.decode, state, new_tokens, logit_positions, gathers_columns)
 
     def _must_step_one_by_one(self, state: State, total_slots: int) -> bool:
         """Return whether several new tokens must be fed one by one.

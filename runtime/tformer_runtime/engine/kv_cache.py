@@ -2,8 +2,9 @@
 
 A cache tensor has its batch on axis 0 and its slots on an axis that the manifest names. Slot *j* of a row holds the
 row's token *j*, so a row of length *n* uses slots 0 … n-1, and later slots are never read. On the CPU the buffers are
-numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing,
-joining and moving rows copies them through the host.
+numpy arrays that onnxruntime reads and writes directly. On another device they stay there between steps, but growing
+and repeating rows copies them through the host. In a pool's buffers `buffer_rows` says where each row is. There rows
+leave or swap places without a copy, and rows that join are written to unused rows.
 
 A cache without slots is a *carry*: a value of fixed size after the row's last token. It is copied whole with its row.
 A step reads it from one side and writes it to the other. So the carries before the latest step are still there, and a
@@ -32,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet
+from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet, padded_rows
 from tformer_runtime.backend.resident_pages import mapped_zeros
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
@@ -125,6 +126,7 @@ class KVCache:
     slot_capacity: the slots of the buffers.
     side: the side that the next step reads as past.
     pooled_buffers: buffers with CUDA graphs, borrowed from the pool; None for buffers of this cache alone.
+    buffer_rows: (rows,) the row of the buffers of each row. It is replaced, never changed.
     """
 
     nbytes = 0
@@ -155,7 +157,9 @@ class KVCache:
         self.side = 0
         self.num_sides = 1 if all(spec.in_place for spec in specs) else 2
         self.has_carries = any(spec.is_carry for spec in specs)
-        self._write_ids: Ints = np.zeros((0, 0), np.int64)  # (rows, slots): slots with equal ids have equal contents
+        self.buffer_rows: Ints = np.arange(rows)
+        # (rows, slots) on the host: slots with equal ids have equal contents
+        self._write_ids: Ints = np.zeros((0, 0), np.int64)
         self._last_write_id = 0
         groups: dict[Any, list[int]] = {}
         for k, spec in enumerate(specs):
@@ -185,6 +189,8 @@ class KVCache:
 
     def record_writes(self, lengths: Ints, new_tokens: int) -> None:
         """Record that a step wrote `new_tokens` slots of each row. lengths: (rows,), the cached tokens before it."""
+        if not self._on_host:
+            return
         for row, first in enumerate(lengths.tolist()):  # faster than index arrays for few rows
             self._last_write_id += 1
             self._write_ids[row, first : first + new_tokens] = self._last_write_id
@@ -201,13 +207,18 @@ class KVCache:
         """Replace row i by row rows[i] and return whether there are new buffers to bind.
 
         Rows may repeat, and be fewer or more than before. Copies the used slots of the rows that move, from their first
-        difference on. Copies all rows if the buffers are too small or far too large.
+        difference on. Copies all rows if the buffers are too small or far too large. Copies nothing in a pool's buffers
+        unless rows repeat.
 
         lengths: the used slots of each row before the call.
         """
         used = int(lengths[rows].max(initial=0))
         rows_before, max_slots = self.rows, None if self._max_slots is None else self._max_slots[rows]
         buffer_size = self._buffer_size(len(rows), used, max_slots)
+        is_same_size = buffer_size == (self.row_capacity, self.slot_capacity)
+        if self.pooled_buffers is not None and is_same_size and len(np.unique(rows)) == len(rows):
+            self.buffer_rows, self.rows = self.buffer_rows[rows], len(rows)
+            return False
         if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
             self._reallocate(rows, buffer_size, used)
         else:
@@ -218,6 +229,14 @@ class KVCache:
                 self._max_slots = max_slots
                 return False
         self.rows, self._max_slots = len(rows), max_slots
+        self._bind()
+        return True
+
+    def arrange(self, used: int) -> bool:
+        """Move row i to row i of the buffers. Return whether there are new buffers to bind. used: the used slots."""
+        if (self.buffer_rows == np.arange(self.rows)).all():
+            return False
+        self._reallocate(np.arange(self.rows), (self.row_capacity, self.slot_capacity), used)
         self._bind()
         return True
 
@@ -235,7 +254,8 @@ class KVCache:
     def join(self, other: KVCache, used: int, other_used: int) -> None:
         """Append the rows of `other` and release it.
 
-        Copies the rows of `other`, and the rows of this cache too if its buffers are too small or far too large.
+        Copies the rows of `other`, and the rows of this cache too if its buffers are too small or far too large, or on
+        another device unless they are a pool's.
 
         used, other_used: the number of used slots of both caches.
         """
@@ -245,6 +265,9 @@ class KVCache:
         buffer_size = self._buffer_size(rows, max(used, other_used), max_slots)
         self._budget.release(other.nbytes)  # the budget counts the moved rows once
         other.nbytes = 0
+        if self.pooled_buffers is not None and buffer_size == (self.row_capacity, self.slot_capacity):
+            self._join_unused_rows(self.pooled_buffers, other, other_used)
+            return
         if buffer_size != (self.row_capacity, self.slot_capacity) or not self._on_host:
             self._reallocate(np.arange(rows_before), buffer_size, used)
         for group, other_group in zip(self._groups, other._groups, strict=True):
@@ -252,7 +275,7 @@ class KVCache:
             if part is not None and self.slot_capacity:
                 joined = self._current_array(group)[:, rows_before:rows]
                 joined[part] = other._current_array(other_group)[:, : other.rows][part] if other.slot_capacity else 0
-        if other_used:
+        if other_used and self._on_host:
             other_ids = other._write_ids[: other.rows, :other_used] + self._last_write_id
             self._write_ids[rows_before:rows, :other_used] = other_ids
             self._last_write_id += other._last_write_id
@@ -260,12 +283,34 @@ class KVCache:
         self.rows, self._max_slots = rows, max_slots
         self._bind()
 
+    def _join_unused_rows(self, buffers: BufferSet, other: KVCache, used: int) -> None:
+        """Write the rows of `other` to unused rows of the buffers. used: the number of used slots of `other`.
+
+        All slots of the rows are written, because attention may multiply an unused slot by 0.
+        """
+        places = np.setdiff1d(np.arange(buffers.rows), self.buffer_rows)[: other.rows]
+        runs = np.split(np.arange(other.rows), np.flatnonzero(np.diff(places) != 1) + 1)
+        for group, other_group, values in zip(self._groups, other._groups, buffers.values, strict=True):
+            sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
+            rows = _zeros((len(values), other.rows, *sizes), storage_dtype(group.spec.dtype))
+            part = group.copied_slots(used)
+            if part is not None and other.slot_capacity:
+                rows[part] = other._current_array(other_group)[:, : other.rows][part]
+            for value, tensor in zip(values, rows, strict=True):
+                for run in runs:
+                    view = self._session.row_view(value, int(places[run[0]]), int(places[run[-1]]) + 1)
+                    self._session.write_tensor(view, tensor[run[0] : run[-1] + 1])
+        self.buffer_rows = np.concatenate([self.buffer_rows, places])
+        self.rows += other.rows
+        other.release()
+
     def fit(self, used: int) -> bool:
         """Shrink the buffers to the rows and their first `used` slots. Return False if they are not larger."""
         slots = self._new_slots(used, self._max_slots)
-        if not self.slot_capacity or (self.row_capacity == self.rows and self.slot_capacity <= slots):
+        rows = self._new_rows(self.rows)
+        if not self.slot_capacity or (self.row_capacity == rows and self.slot_capacity <= slots):
             return False
-        buffer_size = self.rows, min(slots, self.slot_capacity)
+        buffer_size = rows, min(slots, self.slot_capacity)
         self._reallocate(np.arange(self.rows), buffer_size, min(used, self.slot_capacity))
         self._bind()
         return True
@@ -277,7 +322,7 @@ class KVCache:
         other = KVCache(self._session, self._specs, self._max_length, len(rows), budget, max_tokens, self._pool)
         sources = [self._current_array(group) for group in self._groups] if used else []
         other._reallocate(rows, other._buffer_size(len(rows), used, other._max_slots), used, sources)
-        if used:
+        if used and self._on_host:
             other._write_ids[: len(rows), :used] = self._write_ids[rows, :used]
             other._last_write_id = self._last_write_id
         other._bind()
@@ -316,12 +361,22 @@ class KVCache:
 
         max_slots: the expected maximum of slots of each row, if known.
         """
-        keeps_rows = self._on_host and rows <= self.row_capacity <= MAX_BUFFER_RATIO * rows
-        row_capacity = self.row_capacity if keeps_rows else rows
+        may_keep_rows = self._on_host or self.pooled_buffers is not None
+        keeps_rows = may_keep_rows and rows <= self.row_capacity <= MAX_BUFFER_RATIO * rows
+        row_capacity = self.row_capacity if keeps_rows else self._new_rows(rows)
         if not slots and not self.slot_capacity:  # before the first step
             return row_capacity, 0
         keeps_slots = slots <= self.slot_capacity <= MAX_BUFFER_RATIO * max(slots, FIRST_BUFFER_SLOTS)
         return row_capacity, self.slot_capacity if keeps_slots else self._new_slots(slots, max_slots)
+
+    @property
+    def _may_pool(self) -> bool:
+        """Whether the buffers come from the pool. It keeps them after their return, so it cannot respect a budget."""
+        return self._pool is not None and self.num_sides == 1 and self._budget.limit is None
+
+    def _new_rows(self, rows: int) -> int:
+        """Return the rows of new buffers for `rows` rows."""
+        return padded_rows(rows) if rows and self._may_pool else rows
 
     def _new_slots(self, required: int, max_slots: Ints | None) -> int:
         """Return the slots of new buffers: at most the expected maximum of the rows, unless they need more.
@@ -345,7 +400,7 @@ class KVCache:
         side = (self.side + offset) % len(group.arrays)
         array = group.arrays[side]
         if array is None:
-            array = np.stack([value.numpy() for value in group.values[side]])
+            array = np.stack([value.numpy()[self.buffer_rows] for value in group.values[side]])
         return array
 
     def _reallocate(
@@ -370,8 +425,8 @@ class KVCache:
         if sources is None and used:
             sources = [self._current_array(group) for group in self._groups]
             earlier = [self._current_array(g, 1) if g.spec.is_carry else None for g in self._groups]
-        write_ids = _zeros(buffer_size, np.dtype(np.int64))
-        if used and len(self._write_ids):
+        write_ids = _zeros(buffer_size if self._on_host else (0, 0), np.dtype(np.int64))
+        if used and len(self._write_ids) and self._on_host:
             write_ids[: len(rows), :used] = self._write_ids[rows, :used]
         self.row_capacity, self.slot_capacity, self._write_ids = *buffer_size, write_ids
         for k, group in enumerate(self._groups):
@@ -389,10 +444,10 @@ class KVCache:
     def _bind(self) -> None:
         """Create the OrtValues of the rows. On another device they replace the arrays."""
         self._return_to_pool()
-        # The pool keeps its buffers after their return, so that it cannot respect a budget.
-        if self._pool is not None and self.num_sides == 1 and self.slot_capacity and self._budget.limit is None:
+        self.buffer_rows = np.arange(self.rows)
+        if self._pool is not None and self._may_pool and self.slot_capacity:
             arrays = [array for group in self._groups if (array := group.arrays[0]) is not None]
-            self.pooled_buffers = self._pool.acquire(self.rows, self.slot_capacity, arrays)
+            self.pooled_buffers = self._pool.acquire(self.row_capacity, self.slot_capacity, arrays)
         if self.pooled_buffers is not None:
             for group, values in zip(self._groups, self.pooled_buffers.values, strict=True):
                 group.values, group.arrays = [values], [None]

@@ -24,11 +24,13 @@ class DecodeCall(Protocol):
 
     new_tokens: the new tokens of each row.
     keeps_logits_on_device: whether `run_one_token` leaves the logits on the device.
+    survives_moves: whether the call is valid after rows have moved or left, as long as the buffers are the same.
     """
 
     new_tokens: int
     logit_positions: LogitPositions
     keeps_logits_on_device: bool
+    survives_moves: bool
 
     def ready(self, max_row_length: int) -> bool:
         """Return whether this thread may run the call. max_row_length: cached tokens of the longest row."""

@@ -17,7 +17,8 @@ import pytest
 from support.toy_models import Toy
 
 from tformer_runtime import Model
-from tformer_runtime.backend.cuda_graphs import DeviceLogits
+from tformer_runtime.backend import cuda_graphs
+from tformer_runtime.backend.cuda_graphs import DeviceLogits, padded_rows
 from tformer_runtime.backend.sampling_graph import TOP_LOGITS_COUNT
 from tformer_runtime.backend.session import Session, find_missing_cuda
 from tformer_runtime.base.errors import ModelFileError, UnsupportedCallError
@@ -25,6 +26,8 @@ from tformer_runtime.decoding.request import make_request
 from tformer_runtime.decoding.sampling import DEVICE_SUM_TOLERANCE, Sampler
 from tformer_runtime.engine.cuda_call import CudaGraphCall
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.kv_cache import KVCache, cache_bytes
+from tformer_runtime.format.manifest import POSITIONS
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.stage_split import extract_stage
 
@@ -200,6 +203,191 @@ def test_pooled_buffers_have_one_user_at_a_time(files):
     expected = _after(plain, [9, 4, 3, 6])
     np.testing.assert_allclose(engine.step(third, np.array([[6]])), expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert isinstance(third.call, CudaGraphCall)
+
+
+def test_rows_of_buffers_are_few_numbers_and_at_most_double():
+    sizes = [padded_rows(rows) for rows in range(1, 257)]
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    assert all(rows <= size < 2 * rows for rows, size in enumerate(sizes, 1))
+
+
+@toys
+def test_rows_that_end_leave_the_graph_and_the_other_rows_in_place(files, name, monkeypatch):
+    """The rows that stay keep their buffers and their graph, nothing is copied, and the results are the CPU's."""
+    engine, plain = Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1)
+    copies = []
+    reallocate = KVCache._reallocate
+    monkeypatch.setattr(KVCache, "_reallocate", lambda cache, *given: (copies.append(cache), reallocate(cache, *given)))
+    states = []
+    for each in (engine, plain):
+        sources = {"src": rows_of(1, (7, 2, 5, 9, 4))} if each.manifest.encode else None
+        states.append(each.start(sources, 5, joins=True))
+        each.step(states[-1], np.array([[5, 6], [7, 8], [9, 3], [4, 4], [6, 5]]), np.array([2, 1, 2, 1, 2]))
+    tokens = np.array([[4], [5], [6], [7], [8]])
+    state = states[0]
+    engine.step(state, tokens)
+    plain.step(states[1], tokens)
+    del copies[:]
+    graphs = []
+    # Rows leave from the middle, the end and the beginning, and swap their places.
+    for order in ([0, 4, 2, 3], [3, 1, 0, 2], [2, 0], [1, 0]):
+        for each, its_state in zip((engine, plain), states, strict=True):
+            each.reorder(its_state, np.array(order))
+        tokens = tokens[order]
+        for _ in range(3):
+            actual, expected = engine.step_one_token(state, tokens), plain.step(states[1], tokens)
+            np.testing.assert_allclose(actual.copy(), expected, rtol=0, atol=2e-6 * np.ptp(expected))
+            np.testing.assert_array_equal(actual.tokens, expected.argmax(-1))
+            tokens = actual.tokens[:, None]
+            graphs.append(state.call.step.graph_id)
+            written = state.call.step.host_inputs.get(POSITIONS)
+            assert written is None or written.max() == state.max_row_length  # unused rows are no longer
+    assert len(set(graphs)) == 1
+    assert all(cache is not state.cache for cache in copies)
+    assert state.cache.row_capacity == 8
+    for positions in ("all", "last"):  # no graph gives all logits, so the rows move to their places
+        actual, expected = engine.step(state, tokens, None, positions), plain.step(states[1], tokens, None, positions)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert [cache for cache in copies if cache is state.cache] == [state.cache]
+    assert isinstance(state.call, CudaGraphCall)
+
+
+@toys
+def test_unused_rows_change_no_bit_of_the_others(files, name):
+    """Whatever the unused rows hold, even NaN, the results of the used rows are the same bits."""
+    engine = Engine(Apart(files[name]))
+
+    def logits(poison):
+        requests = {"src": rows_of(1, (7, 2, 5))} if engine.manifest.encode else None
+        state = engine.start(requests, 3, joins=True)
+        tokens = engine.step(state, np.array([[5, 6], [7, 8], [9, 3]])).argmax(-1)[:, None]
+        results = [engine.step(state, tokens).copy()]
+        step, unused = state.call.step, 3
+        assert state.cache.row_capacity == 4
+        if poison is not None:
+            values = [v for group in state.cache.pooled_buffers.values for v in group] + list(step.contexts.values())
+            for value in values:
+                array = value.numpy().copy()
+                if array.shape[0] == 4:
+                    array[unused] = array.dtype.type(poison) if array.dtype.kind == "f" else array[unused]
+                    value.update_inplace(array)
+        for _ in range(12):
+            results.append(engine.step(state, results[-1].argmax(-1)[:, None]).copy())
+        state.release()
+        return np.stack(results)
+
+    expected = logits(None)
+    assert np.isfinite(expected).all()
+    for poison in (1e3, np.nan):
+        np.testing.assert_array_equal(logits(poison), expected)
+
+
+@toys
+def test_rows_that_join_take_the_places_of_rows_that_ended(files, name, monkeypatch):
+    """The other rows are not copied, their graph is replayed, and the results are the CPU's."""
+    engine, plain = Engine(Apart(files[name])), Engine(files[name], "cpu", threads=1)
+    copies = []
+    reallocate = KVCache._reallocate
+    monkeypatch.setattr(KVCache, "_reallocate", lambda cache, *given: (copies.append(cache), reallocate(cache, *given)))
+    requests = {"src": rows_of(1, (7, 2, 5, 8, 4))} if engine.manifest.encode else None
+    others = {"src": rows_of(2, (3, 6))} if engine.manifest.encode else None
+    states, graphs = [], []
+    for each in (engine, plain):
+        state = each.start(requests, 5, joins=True)
+        each.step(state, np.array([[5, 6], [7, 8], [9, 3], [4, 4], [6, 5]]), np.array([2, 1, 2, 1, 2]))
+        each.step(state, np.array([[4], [5], [6], [7], [8]]))
+        states.append(state)
+    graphs.append(states[0].call.step.graph_id)
+    del copies[:]
+    for each, state in zip((engine, plain), states, strict=True):
+        each.reorder(state, np.array([0, 4, 2]))
+        for _ in range(2):  # two rows, then others in the places that are left: of 8, three are not neighbours
+            new = each.start(others, 2, joins=True)
+            each.step(new, np.array([[9, 6, 3], [7, 8, 5]]), np.array([3, 2]))
+            each.join(state, new)
+    assert all(cache is not states[0].cache for cache in copies)
+    tokens = np.array([[4], [5], [6], [7], [8], [9], [3]])
+    for _ in range(12):
+        actual, expected = engine.step_one_token(states[0], tokens), plain.step(states[1], tokens)
+        actual = actual.copy()
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+        tokens = expected.argmax(-1)[:, None]
+        graphs.append(states[0].call.step.graph_id)
+    assert len(set(graphs)) == 1
+
+
+def test_a_long_row_that_ends_does_not_write_beyond_the_buffers(files):
+    """The unused row of a row that ended near the end of the buffers begins again at their beginning."""
+    engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
+    prompts = rows_of(2, (22, 3))
+    tokens = np.zeros((2, 22), np.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    state = engine.start(None, 2)
+    chosen = engine.step(state, tokens, np.array([22, 3])).argmax(-1)[:, None]
+    for _ in range(8):
+        chosen = engine.step(state, chosen).argmax(-1)[:, None]
+    assert state.max_row_length == 30 == state.cache.slot_capacity - 2
+    engine.reorder(state, np.array([1]))
+    expected, _ = steps(plain, [None], prompts[1:], 29)
+    chosen = chosen[1:]
+    for step in range(9, 29):
+        actual = engine.step(state, chosen)
+        np.testing.assert_allclose(actual, expected[step], rtol=0, atol=2e-6 * np.ptp(expected))
+        chosen = actual.argmax(-1)[:, None]
+        captured = state.call.step
+        inputs = [array for name, array in captured.host_inputs.items() if name != captured.token_input]
+        assert max(array.max() for array in inputs) == state.max_row_length
+    assert state.cache.slot_capacity == 32
+
+
+def test_batches_of_words_of_all_lengths_capture_few_graphs(files):
+    """Numbers of rows and lengths of sources are rounded up, so that most batches replay the graphs of others."""
+    engine, plain = Engine(Apart(files["encoder-decoder"])), Engine(files["encoder-decoder"], "cpu", threads=1)
+    random = np.random.default_rng(3)
+    inputs = rows_of(8, random.integers(1, 24, 120))
+    actual, expected = (
+        [r.token_ids for r in Model(each).generate_batch(inputs, max_new_tokens=24, batch_size=16)]
+        for each in (engine, plain)
+    )
+    assert actual == expected
+    assert len({len(ids) for ids in actual}) > 10  # they end at different times
+    graphs = {graph for graph in engine.session.runs if graph is not None}
+    assert len(graphs) == engine.session.captures <= 12
+
+
+def test_pool_frees_buffers_that_were_not_used_for_the_longest_time(files, monkeypatch):
+    engine = Engine(Apart(files["decoder-only"]))
+    pool = engine.pool
+    _, calls = steps(engine, [None], rows_of(2, (3,)), 1)
+    first = weakref.ref(calls.pop().step)
+    del calls[:]
+    size = sum(free.nbytes for free in pool._free.values())
+    assert size == cache_bytes(engine.decode.caches, 1, 32)
+    monkeypatch.setattr(cuda_graphs, "MAX_FREE_BYTES", 5 * size)
+    for rows in (2, 1, 3, 2):  # of 1, 2 and 4 rows
+        steps(engine, [None] * rows, rows_of(2, (3,) * rows), 1)
+    gc.collect()
+    assert first() is None  # 1, 2 and 4 rows are too much
+    assert [rows for rows, _ in pool._free] == [2]
+    assert sum(free.nbytes for free in pool._free.values()) <= 5 * size
+    monkeypatch.setattr(cuda_graphs, "MAX_FREE_BYTES", 100 * size)
+    monkeypatch.setattr(cuda_graphs, "MAX_BUFFER_SHAPES", 2)
+    for rows in (1, 2, 4, 8):
+        steps(engine, [None] * rows, rows_of(2, (3,) * rows), 1)
+    assert [rows for rows, _ in pool._free] == [4, 8]
+
+
+def test_no_graphs_beyond_the_maximum_are_captured(files, monkeypatch):
+    """onnxruntime never frees them. Steps without a graph give the same logits."""
+    monkeypatch.setattr(cuda_graphs, "MAX_CAPTURES", 2)
+    engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
+    for rows in (1, 2, 4, 1):
+        prompts = rows_of(rows, (3,) * rows)
+        actual, expected = (steps(each, prompts, prompts, 5)[0] for each in (engine, plain))
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
+    assert engine.session.captures == 2
+    assert len({graph for graph in engine.session.runs if graph is not None}) == 2
 
 
 @toys

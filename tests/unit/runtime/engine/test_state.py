@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.toy_models import Toy
 
 from tformer_runtime import InputError, MemoryBudgetError, UnsupportedCallError
+from tformer_runtime.engine.encoder_context import _resize_axes
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.kv_cache import FIRST_BUFFER_SLOTS, MAX_BUFFER_RATIO, KVCache, buffer_slots, cache_bytes
 from tformer_runtime.engine.memory_budget import MemoryBudget
@@ -510,3 +511,14 @@ def test_buffers_on_another_device_move_their_present_values(attention):
     np.testing.assert_array_equal(content(caches[0], 4)[:, :3], first[:, [1, 1, 0]])
     np.testing.assert_array_equal(content(caches[0], 3)[:, 3:], second)
     assert caches[1].nbytes == 0
+
+
+def test_context_is_cut_and_extended_as_numpy_pads():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        sizes, wanted = random.integers(1, 5, 3), random.integers(1, 7, 3)
+        array = random.standard_normal(sizes)
+        cut = array[:, : wanted[1], : wanted[2]]
+        padding = [(0, 0), (0, wanted[1] - cut.shape[1]), (0, wanted[2] - cut.shape[2])]
+        expected = np.pad(cut, padding, mode="edge")
+        np.testing.assert_array_equal(_resize_axes(array, 0, wanted.tolist()), expected)
