@@ -187,7 +187,10 @@ export class Engine {
       const bound = new Map(
         inputNames.map((name) => [name, tensors.get(name) ?? this.placeholder(name, Number(isColumn(name)))]),
       );
-      const binding = session.bind(bound, new Map(names.map((name) => [name, undefined])));
+      const context = this.manifest.decode?.context.length ? encodedOutputs(this.manifest) : [];
+      const places = new Map(names.map((name) => [name, "host" as "host" | "device"]));
+      for (const { name } of context) places.set(name, "device"); // the decode stage alone reads it
+      const binding = session.bind(bound, places);
       try {
         const running = binding.run();
         if (running) await running;
