@@ -53,6 +53,10 @@ class NodeBackend implements Backend {
     return this.tensor(dtype, dims);
   }
 
+  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
   copyParts(copies: readonly PartsCopy[]): void {
     copyInMemory(copies);
   }

@@ -87,7 +87,9 @@ export interface Backend {
   tensor(dtype: Dtype, dims: readonly number[]): Tensor;
   /** Return a tensor of zeros where the device computes. Throw OutOfMemoryError. */
   deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor;
-  /** Copy parts of tensors of `deviceTensor` or of outputs on the device, one copy after the other. */
+  /** Return a tensor of zeros of the type of another one, where that is. Throw OutOfMemoryError. */
+  tensorLike(tensor: Tensor, dims: readonly number[]): Tensor;
+  /** Copy parts of tensors, one copy after the other. Both tensors of a copy are where the device computes, or neither is. */
   copyParts(copies: readonly PartsCopy[]): void;
   /** Open a graph. Throw ModelFileError for one that onnxruntime cannot read. */
   open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;

@@ -241,6 +241,10 @@ export class WasmBackend implements Backend {
     return this.tensor(dtype, dims);
   }
 
+  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
   copyParts(copies: readonly PartsCopy[]): void {
     copyInMemory(copies);
   }

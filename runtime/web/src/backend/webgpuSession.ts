@@ -71,6 +71,7 @@ interface GpuModule extends OrtModule {
 const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
 const LOCATION_GPU_BUFFER = 4;
 const COPY_ALIGNMENT_BYTES = 4; // of copies between buffers
+const LOSS_NOTICE_MS = 50;
 
 /** A module and its GPU. */
 interface Runtime {
@@ -147,7 +148,13 @@ class Turns {
   take<T>(call: () => Promise<T>): Promise<T> {
     const turn = this.last.then(async () => {
       if (this.gpu.isLost) return this.gpu.lost;
-      return Promise.race([call(), this.gpu.lost]);
+      try {
+        return await Promise.race([call(), this.gpu.lost]);
+      } catch (error) {
+        // What fails because the GPU is lost may fail before the browser says so.
+        await Promise.race([this.gpu.lost, new Promise((resolve) => setTimeout(resolve, LOSS_NOTICE_MS))]);
+        throw error;
+      }
     });
     this.last = turn.catch(() => {});
     return turn;
@@ -166,8 +173,15 @@ export class WebGpuBackend extends WasmBackend {
     return new GpuTensor(this.runtime, dtype, dims, new SharedBuffer(this.runtime, this.runtime.gpu.buffer(bytes)));
   }
 
+  override tensorLike(tensor: Tensor, dims: readonly number[]): Tensor {
+    const { dtype } = tensor;
+    return tensor instanceof GpuTensor ? this.deviceTensor(dtype, dims) : this.tensor(dtype, dims);
+  }
+
   override copyParts(copies: readonly PartsCopy[]): void {
-    this.runtime.gpu.copy(copies.filter(({ size }) => size > 0).map(bufferCopies));
+    const onGpu = copies.filter(({ from, size }) => from instanceof GpuTensor && size > 0);
+    if (onGpu.length) this.runtime.gpu.copy(onGpu.map(bufferCopies));
+    super.copyParts(copies.filter(({ from }) => !(from instanceof GpuTensor)));
   }
 
   override async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {

@@ -68,7 +68,7 @@ export class EncoderContext {
     const made: Tensor[] = [];
     try {
       for (const buffer of this.buffers) {
-        made.push(this.backend.deviceTensor(buffer.dtype, withRows(buffer.dims, rows.length)));
+        made.push(this.backend.tensorLike(buffer, withRows(buffer.dims, rows.length)));
       }
       const copies = this.buffers.flatMap((buffer, k) =>
         Array.from(rows, (row, i) => rowCopy(buffer, row, made[k], i)),

@@ -187,10 +187,7 @@ export class Engine {
       const bound = new Map(
         inputNames.map((name) => [name, tensors.get(name) ?? this.placeholder(name, Number(isColumn(name)))]),
       );
-      const context = this.manifest.decode?.context.length ? encodedOutputs(this.manifest) : [];
-      const places = new Map(names.map((name) => [name, "host" as "host" | "device"]));
-      for (const { name } of context) places.set(name, "device"); // the decode stage alone reads it
-      const binding = session.bind(bound, places);
+      const binding = session.bind(bound, new Map(names.map((name) => [name, this.placeOf(name)])));
       try {
         const running = binding.run();
         if (running) await running;
@@ -212,6 +209,17 @@ export class Engine {
     } finally {
       for (const tensor of tensors.values()) tensor.dispose();
     }
+  }
+
+  /**
+   * Return where an output of encode is allocated: on the device if the decode stage alone reads it. Masks and lengths are
+   * small, and read on the CPU too; and devices copy words of 4 bytes.
+   */
+  private placeOf(name: string): "host" | "device" {
+    const spec = this.manifest.decode && encodedOutputs(this.manifest).find((output) => output.name === name);
+    const inner = spec?.shape[spec.shape.length - 1];
+    const isWhole = spec?.dtype === "float32" || (spec?.dtype === "float16" && Number(inner) % 2 === 0);
+    return isWhole ? "device" : "host";
   }
 
   /** Return the other inputs, and the number of each row's adapter; undefined for a file without adapters. */

@@ -66,7 +66,7 @@ export function moveRows(
   try {
     const all: PartsCopy[] = [];
     for (const buffer of buffers) {
-      const kept = saved.length ? backend.deviceTensor(buffer.dtype, withRows(buffer.dims, saved.length)) : buffer;
+      const kept = saved.length ? backend.tensorLike(buffer, withRows(buffer.dims, saved.length)) : buffer;
       if (saved.length) savedRows.push(kept);
       saved.forEach((row, i) => all.push(rowCopy(buffer, row, kept, i)));
       for (const move of copies) {

@@ -1,10 +1,11 @@
 /** The parts of device webgpu that need no GPU: what suits it, and copies between buffers. */
 
 import { describe, expect, test } from "vitest";
-import { chooseDevice } from "../../src/backend/devices.js";
+import { backendOf, chooseDevice } from "../../src/backend/devices.js";
 import { checkSuits, Gpu, isSoftware } from "../../src/backend/gpuDevice.js";
 import { WebGpuBackend } from "../../src/backend/webgpuSession.js";
 import type { Tensor } from "../../src/backend/session.js";
+import { EncoderContext } from "../../src/engine/encoderContext.js";
 import { KVCache } from "../../src/engine/kvCache.js";
 import { MemoryUse } from "../../src/engine/memoryUse.js";
 import type { CacheSpec, Manifest } from "../../src/format/manifest.js";
@@ -148,6 +149,45 @@ test("parts that follow each other are one copy, and all copies one submit", () 
   const copy = { from, fromStart: 0, fromStride: 4, to, toStart: 4, toStride: 4, size: 4, parts: 4 };
   backend.copyParts([copy, { ...copy, toStride: 8, parts: 2 }, { ...copy, size: 0 }]);
   expect([fake.copies, fake.submits]).toEqual([3, 1]);
+});
+
+test("masks of an encoder stay in memory, and move with the rows that are on the GPU", async () => {
+  const fake = new FakeGpuDevice();
+  const memory = await backendOf("node", {});
+  const backend = Object.assign(backendOn(fake), { tensor: memory.tensor.bind(memory) });
+  const [keys, mask] = [backend.deviceTensor("float32", [3, 2]), backend.tensor("bool", [3, 5])];
+  for (let row = 0; row < 3; row++) {
+    valuesOf(keys).fill(row, row * 2, row * 2 + 2);
+    (mask.data() as Uint8Array).fill(row, row * 5, row * 5 + 5);
+  }
+  const context = new EncoderContext(backend, [keys, mask], 3, false, new MemoryUse());
+  const rows = () => {
+    const [moved, movedMask] = context.values();
+    const count = movedMask.dims[0];
+    return [
+      Array.from({ length: count }, (_, row) => valuesOf(moved)[row * 2 + 1]),
+      Array.from({ length: count }, (_, row) => movedMask.data()[row * 5 + 4]),
+    ];
+  };
+  for (const [moves, expected] of [
+    [
+      [1, 0, 2],
+      [1, 0, 2],
+    ], // in place, with a saved row
+    [
+      [2, 2, 1, 0],
+      [2, 2, 0, 1],
+    ], // to new buffers
+    [
+      [3, 0],
+      [1, 2],
+    ],
+  ]) {
+    context.reorder(Int32Array.from(moves));
+    expect(rows()).toEqual([expected, expected]);
+  }
+  context.release();
+  expect(fake.buffers.filter(({ destroyed }) => !destroyed)).toEqual([]);
 });
 
 test("a buffer beyond the limit of the GPU is no memory", () => {
