@@ -138,18 +138,14 @@ describe.skipIf(reason)("on the software adapter", { timeout: SLOW_MS }, () => {
     ];
     expect(await devicesOf(page, loads)).toEqual(["webgpu", "wasm", "wasm"]);
     // A file with a weight that no buffer can hold does not suit it.
-    await page.evaluate(() =>
-      Object.defineProperty(GPUSupportedLimits.prototype, "maxBufferSize", { get: () => 4096 }),
-    );
+    await limitBuffers(page, 4096);
     expect(await devicesOf(page, [["g2p-web", {}]])).toEqual(["wasm"]);
   });
 
   test("a file that does not suit the GPU is refused", async () => {
     const refusal = await refusalOf(page, "g2p");
     expect(refusal).toMatch(/^DeviceError: .*g2p\.onnx has operators without WebGPU kernels .*--target web/);
-    await page.evaluate(() =>
-      Object.defineProperty(GPUSupportedLimits.prototype, "maxBufferSize", { get: () => 4096 }),
-    );
+    await limitBuffers(page, 4096);
     expect(await refusalOf(page, "g2p-web")).toMatch(
       /^DeviceError: .*has a weight of [\d,]+ bytes, and this GPU's buffers have at most 4,096/,
     );
@@ -203,6 +199,13 @@ describe.skipIf(reason)("on the software adapter", { timeout: SLOW_MS }, () => {
     expect(found).toMatchObject({ text: "T UW", devices: 2 });
   });
 });
+
+/** Let adapters and devices of a page have small buffers. */
+async function limitBuffers(page: Page, bytes: number): Promise<void> {
+  await page.evaluate((limit) => {
+    Object.defineProperty(GPUSupportedLimits.prototype, "maxBufferSize", { get: () => limit });
+  }, bytes);
+}
 
 /** Return the devices that `auto` chooses. */
 async function devicesOf(page: Page, loads: readonly [string, tformer.LoadOptions][]): Promise<string[]> {
