@@ -105,9 +105,12 @@ describe.skipIf(reason)("on the software adapter", { timeout: SLOW_MS }, () => {
         one.generate("two"),
       ]);
       const memory = [remote, one, other].map((model) => model.memory());
+      const running = one.generate("transformer").catch((error: Error) => error.name);
+      await one.dispose();
+      const after = [await running, (await other.generate("two")).text, other.memory().usedBytes];
       const devices = [remote, one, other].map(({ device }) => device);
-      await Promise.all([remote, one, other].map((model) => model.dispose()));
-      return { texts: results.map(({ text }) => text), devices, memory };
+      await Promise.all([remote, other].map((model) => model.dispose()));
+      return { texts: results.map(({ text }) => text), devices, memory, after };
     });
     expect(found.texts).toEqual([
       "K W AA N T IH Z EY SH AH N",
@@ -116,6 +119,7 @@ describe.skipIf(reason)("on the software adapter", { timeout: SLOW_MS }, () => {
       "T UW",
     ]);
     expect(found.devices).toEqual(["webgpu", "webgpu", "webgpu"]);
+    expect(found.after).toEqual(["UnsupportedCallError", "T UW", 0]); // a model is disposed while it computes
     for (const { usedBytes, peakBytes } of found.memory) {
       expect(usedBytes).toBe(0);
       expect(peakBytes).toBeGreaterThan(10_000); // caches and the context are counted

@@ -45,7 +45,7 @@ interface GpuModule extends OrtModule {
   webgpuRegisterDevice(device: GPUDevice): readonly [id: number, instance: number, device: number];
   webgpuOnCreateSession(session: number): void;
   webgpuOnReleaseSession(session: number): void;
-  webgpuRegisterBuffer(buffer: GPUBuffer, session: number, handle?: number): number;
+  webgpuRegisterBuffer(buffer: GPUBuffer, session: number): number;
   webgpuUnregisterBuffer(buffer: GPUBuffer): void;
   webgpuGetBuffer(handle: number): GPUBuffer;
   _OrtAppendExecutionProvider(
@@ -141,15 +141,21 @@ async function load(adapter: GPUAdapter, options: WasmOptions): Promise<Runtime>
 /** The calls that the module may suspend, one after the other. */
 class Turns {
   private last: Promise<unknown> = Promise.resolve();
+  private fail = (_: unknown) => {}; // ends the call whose turn it is
 
-  constructor(private readonly gpu: Gpu) {}
+  constructor(private readonly gpu: Gpu) {
+    gpu.lost.catch((error) => this.fail(error));
+  }
 
   /** Run a call when all earlier ones have ended. Throw DeviceError if the GPU is lost meanwhile. */
   take<T>(call: () => Promise<T>): Promise<T> {
     const turn = this.last.then(async () => {
       if (this.gpu.isLost) return this.gpu.lost;
       try {
-        return await Promise.race([call(), this.gpu.lost]);
+        return await new Promise<T>((resolve, reject) => {
+          this.fail = reject;
+          call().then(resolve, reject);
+        });
       } catch (error) {
         // What fails because the GPU is lost may fail before the browser says so.
         await Promise.race([this.gpu.lost, new Promise((resolve) => setTimeout(resolve, LOSS_NOTICE_MS))]);
@@ -260,11 +266,9 @@ class SharedBuffer {
   private handle = 0;
   private users = 0;
 
-  /** tensor: the module's own tensor of the buffer, which is released with it; 0 for a buffer of ours. */
   constructor(
     private readonly runtime: Runtime,
     readonly buffer: GPUBuffer,
-    private readonly tensor = 0,
   ) {}
 
   /** Return the handle, for a tensor that will `leave`. */
@@ -278,11 +282,6 @@ class SharedBuffer {
 
   leave(): void {
     if (!--this.users) this.runtime.module.webgpuUnregisterBuffer(this.buffer);
-  }
-
-  free(): void {
-    if (this.tensor) this.runtime.module._OrtReleaseTensor(this.tensor);
-    else this.buffer.destroy();
   }
 }
 
@@ -326,7 +325,7 @@ class GpuTensor implements HandledTensor {
       this.shared.leave();
     }
     this.own = 0;
-    if (!this.isView) this.shared.free();
+    if (!this.isView) this.shared.buffer.destroy();
   }
 }
 
@@ -423,9 +422,12 @@ class WebGpuBinding extends WasmBinding {
     if (this.outputs.get(name) !== "device" || !sizeOf(dims)) {
       return new WasmTensor(this.heap, dtype, dims, pointer, 0, handle);
     }
-    const { module } = this.runtime;
-    const buffer = module.webgpuGetBuffer(pointer);
-    module.webgpuRegisterBuffer(buffer, this.session.handle, pointer); // so that later bindings find this handle
-    return new GpuTensor(this.runtime, dtype, dims, new SharedBuffer(this.runtime, buffer, handle));
+    // The module's buffer may be larger, and must not outlive the session.
+    const { module, gpu } = this.runtime;
+    const from = module.webgpuGetBuffer(pointer);
+    const to = gpu.buffer(sizeOf(dims) * itemBytes(dtype));
+    gpu.copy([[{ from, fromOffset: 0, to, toOffset: 0, size: to.size }]]);
+    module._OrtReleaseTensor(handle);
+    return new GpuTensor(this.runtime, dtype, dims, new SharedBuffer(this.runtime, to));
   }
 }
