@@ -95,7 +95,7 @@ export interface WasmOptions {
 
 const ALIGNMENT_BYTES = 64; // kernels read whole vectors
 export const POINTER_BYTES = 4;
-const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
+export const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
 const MAX_DEFAULT_THREADS = 4;
 
 let loading: Promise<Heap> | undefined;

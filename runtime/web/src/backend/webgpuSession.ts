@@ -25,6 +25,7 @@ import {
 } from "./session.js";
 import {
   checkThreads,
+  LOCATION_CPU,
   loadHeap,
   POINTER_BYTES,
   WasmBackend,
@@ -68,8 +69,7 @@ interface GpuModule extends OrtModule {
   ): number | Promise<number>;
 }
 
-const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
-const LOCATION_GPU_BUFFER = 4;
+const LOCATION_GPU_BUFFER = 4; // of onnxruntime-web/lib/wasm/wasm-common.ts
 const COPY_ALIGNMENT_BYTES = 4; // of copies between buffers
 const LOSS_NOTICE_MS = 50;
 
@@ -128,7 +128,8 @@ export class GpuChoice {
 
 async function load(adapter: GPUAdapter, options: WasmOptions): Promise<Runtime> {
   const script = () => import("onnxruntime-web/ort-wasm-simd-threaded.asyncify.mjs" as string);
-  const [gpu, heap] = await Promise.all([Gpu.of(adapter), loadHeap(options, script)]);
+  const threads = options.threads ?? 1; // few operators run on the CPU
+  const [gpu, heap] = await Promise.all([Gpu.of(adapter), loadHeap({ ...options, threads }, script)]);
   const module = heap.module as GpuModule;
   const forget = () => (loading = undefined); // the next model gets another device
   heap.onTrap = forget;
