@@ -212,11 +212,13 @@ export class Engine {
   }
 
   /**
-   * Return where an output of encode is allocated: on the device if the decode stage alone reads it. Masks and lengths are
-   * small, and read on the CPU too; and devices copy words of 4 bytes.
+   * Return where an output of encode is allocated: on the device if the decode stage alone reads it. Items are merged in
+   * memory. Masks and lengths are small, and read on the CPU too; and devices copy words of 4 bytes.
    */
   private placeOf(name: string): "host" | "device" {
-    const spec = this.manifest.decode && encodedOutputs(this.manifest).find((output) => output.name === name);
+    const { decode, placeholders } = this.manifest;
+    if (!decode || placeholders.size) return "host";
+    const spec = encodedOutputs(this.manifest).find((output) => output.name === name);
     const inner = spec?.shape[spec.shape.length - 1];
     const isWhole = spec?.dtype === "float32" || (spec?.dtype === "float16" && Number(inner) % 2 === 0);
     return isWhole ? "device" : "host";
