@@ -33,7 +33,8 @@ const { metafile } = await build({
   plugins: [besideTheBundle],
   metafile: true,
 });
-for (const file of [`${ORT}.mjs`, `${ORT}.wasm`]) {
+// The second pair is loaded for device webgpu alone.
+for (const file of [`${ORT}.mjs`, `${ORT}.wasm`, `${ORT}.asyncify.mjs`, `${ORT}.asyncify.wasm`]) {
   await copyFile(fileURLToPath(import.meta.resolve(file)), `${FOLDER}/${basename(file)}`);
 }
 

@@ -3,7 +3,7 @@
 import { numberArray, type NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
-import { backendOf, isNode } from "./backend/devices.js";
+import { chooseDevice, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
 import { CachedPrefix, Chat, type CallOptions } from "./chat.js";
@@ -48,7 +48,10 @@ import { runSinglePass } from "./tasks/singlePass.js";
 
 /** How a model is loaded. */
 export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary"> {
-  /** "auto" (the default): onnxruntime-node in Node if it is installed, else WebAssembly; "node", "wasm" or "webgpu". */
+  /**
+   * "node", "wasm", "webgpu", or "auto" (the default): in Node onnxruntime-node if it is installed, in browsers the GPU for
+   * files that suit it, and else WebAssembly. `Model.device` says which.
+   */
   readonly device?: string;
   /** Threads of one operator; by default the tuned number of the file, or one per core; in a browser 1 to 4. */
   readonly threads?: number;
@@ -177,11 +180,11 @@ export class Model {
     ]);
     const store = await storeOf(options.cache);
     if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
-    const backend = await backendOf(device, { threads, wasmUrl, wasmBinary });
-    const { mapsWeights } = backend;
+    const choice = await chooseDevice(device, { threads, wasmUrl, wasmBinary });
+    const { mapsWeights } = choice;
     const maxBytes = Math.min(options.maxBytes ?? Infinity, mapsWeights === "bytes" ? WASM_BYTES : Infinity);
     const source = await readSource(address, { signal, onProgress, store, maxBytes, verify, mapsWeights });
-    const engine = await Engine.open(source, backend);
+    const engine = await Engine.open(source, await choice.backendFor(source));
     try {
       return new Model(engine, await loadParts(engine));
     } catch (error) {
@@ -190,7 +193,7 @@ export class Model {
     }
   }
 
-  /** The device of the model: "node" or "wasm". */
+  /** The device of the model: "node", "wasm" or "webgpu". */
   get device(): string {
     return this.engine.backend.device;
   }

@@ -121,8 +121,8 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
     test.each(["g2p-web-int4", "g2p", "words", "languages-web", "elnino", "tiny-whisper", "tiny-llava"])(
       "%s gives the results of its golden file",
       async (name) => {
-        const threads = isolated ? 2 : null;
-        const found = await page.evaluate((model, count) => window.replay(model, count ?? undefined), name, threads);
+        const options = isolated ? { threads: 2 } : {};
+        const found = await page.evaluate((model, given) => window.replay(model, given), name, options);
         const size = statSync(modelPath(name)).size;
         expect(found).toEqual({
           differences: [],
@@ -140,7 +140,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
 
     test.skipIf(isolated)("threads are refused in a page that is not isolated", async () => {
       const refusal = await page.evaluate(async () => {
-        const load = window.replay("elnino", 2);
+        const load = window.replay("elnino", { threads: 2 });
         return load.then(
           () => "none",
           (error: Error) => `${error.name}: ${error.message}`,

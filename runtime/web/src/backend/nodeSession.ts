@@ -7,12 +7,14 @@ import type { Manifest } from "../format/manifest.js";
 import {
   checkPrecision,
   closedError,
+  copyInMemory,
   translateError,
   withRows,
   type Backend,
   type Binding,
   type Inputs,
   type Outputs,
+  type PartsCopy,
   type Session,
   type Tensor,
   type Weights,
@@ -45,6 +47,18 @@ class NodeBackend implements Backend {
 
   tensor(dtype: Dtype, dims: readonly number[]): Tensor {
     return new NodeTensor(this.ort, dtype, dims, newArray(dtype, sizeOf(dims)));
+  }
+
+  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  copyParts(copies: readonly PartsCopy[]): void {
+    copyInMemory(copies);
   }
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
@@ -86,6 +100,10 @@ class NodeTensor implements Tensor {
 
   data(): TypedArray {
     return this.array;
+  }
+
+  clear(): void {
+    (this.array as Uint8Array).fill(this.array instanceof BigInt64Array ? (0n as never) : 0);
   }
 
   rows(count: number): Tensor {
@@ -133,7 +151,8 @@ class NodeBinding implements Binding {
     outputs: Outputs,
   ) {
     for (const [input, tensor] of inputs) this.feeds[input] = (tensor as NodeTensor).native;
-    for (const [output, tensor] of outputs) this.fetches[output] = tensor ? (tensor as NodeTensor).native : null;
+    for (const [output, tensor] of outputs)
+      this.fetches[output] = typeof tensor === "string" ? null : (tensor as NodeTensor).native;
   }
 
   async run(): Promise<void> {

@@ -17,13 +17,18 @@ import {
 } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 
-/** A tensor in memory that a session reads and writes. */
+/** A tensor that a session reads and writes. */
 export interface Tensor {
   readonly dtype: Dtype;
   readonly dims: readonly number[];
   readonly byteLength: number;
-  /** Return the values, which a run of a session changes. They are valid until another tensor is made. */
+  /**
+   * Return the values, which a run of a session changes. They are valid until another tensor is made. A tensor in a
+   * device's own memory has none.
+   */
   data(): TypedArray;
+  /** Set all values to 0. */
+  clear(): void;
   /** Return the first rows as a tensor that shares this memory. It is disposed before this one. */
   rows(count: number): Tensor;
   /** Free the memory. */
@@ -40,8 +45,24 @@ export interface Binding {
 }
 
 export type Inputs = ReadonlyMap<string, Tensor>;
-/** Output → the tensor that a run overwrites; undefined for one that each run allocates. */
-export type Outputs = ReadonlyMap<string, Tensor | undefined>;
+/** Output → the tensor that a run overwrites; or where each run allocates one: for JavaScript, or where it computes. */
+export type Outputs = ReadonlyMap<string, Tensor | "host" | "device">;
+
+/**
+ * A copy of equal parts of a tensor to another, or within one. Starts, strides and sizes are numbers of values.
+ *
+ * Part i is copied from `fromStart + i * fromStride` to `toStart + i * toStride`.
+ */
+export interface PartsCopy {
+  readonly from: Tensor;
+  readonly fromStart: number;
+  readonly fromStride: number;
+  readonly to: Tensor;
+  readonly toStart: number;
+  readonly toStride: number;
+  readonly size: number;
+  readonly parts: number;
+}
 
 export interface Session {
   bind(inputs: Inputs, outputs: Outputs): Binding;
@@ -62,8 +83,14 @@ export interface Backend {
   readonly device: DeviceName;
   /** Whether `weights` are mapped from a file on disk, or from bytes; the model must hold those of other sources. */
   readonly mapsWeights: "file" | "bytes";
-  /** Return a tensor of zeros. Throw OutOfMemoryError. */
+  /** Return a tensor of zeros, which JavaScript reads and writes. Throw OutOfMemoryError. */
   tensor(dtype: Dtype, dims: readonly number[]): Tensor;
+  /** Return a tensor of zeros where the device computes. Throw OutOfMemoryError. */
+  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor;
+  /** Return a tensor of zeros of the type of another one, where that is. Throw OutOfMemoryError. */
+  tensorLike(tensor: Tensor, dims: readonly number[]): Tensor;
+  /** Copy parts of tensors, one copy after the other. Both tensors of a copy are where the device computes, or neither is. */
+  copyParts(copies: readonly PartsCopy[]): void;
   /** Open a graph. Throw ModelFileError for one that onnxruntime cannot read. */
   open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;
 }
@@ -110,6 +137,19 @@ export function checkPrecision(manifest: Manifest, name: string): void {
       `${name} computes in bfloat16, which onnxruntime does on CUDA alone: run it with the Python runtime, or export ` +
         "the model with another precision",
     );
+  }
+}
+
+/** Copy parts of tensors that JavaScript reads and writes. */
+export function copyInMemory(copies: readonly PartsCopy[]): void {
+  for (const { from, fromStart, fromStride, to, toStart, toStride, size, parts } of copies) {
+    const [source, target] = [from.data(), to.data()];
+    const isSame = source.buffer === target.buffer && source.byteOffset === target.byteOffset;
+    for (let part = 0; part < parts; part++) {
+      const [begin, place] = [fromStart + part * fromStride, toStart + part * toStride];
+      if (isSame) target.copyWithin(place, begin, begin + size);
+      else (target as Uint8Array).set(source.subarray(begin, begin + size) as Uint8Array, place);
+    }
   }
 }
 

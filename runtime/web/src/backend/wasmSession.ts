@@ -14,19 +14,22 @@ import type { Manifest } from "../format/manifest.js";
 import {
   checkPrecision,
   closedError,
+  copyInMemory,
   translateError,
   withRows,
   type Backend,
   type Binding,
+  type DeviceName,
   type Inputs,
   type Outputs,
+  type PartsCopy,
   type Session,
   type Tensor,
   type Weights,
 } from "./session.js";
 
 /** The functions of the module that are used here: onnxruntime-web/lib/wasm/wasm-types.ts. */
-interface OrtModule {
+export interface OrtModule {
   readonly HEAPU8: Uint8Array;
   _malloc(size: number): number;
   _free(pointer: number): void;
@@ -74,29 +77,37 @@ interface OrtModule {
   ): number | Promise<number>;
 }
 
+/** Makes the module: the default export of onnxruntime-web's script. */
+export type OrtFactory = (settings: Record<string, unknown>) => Promise<OrtModule>;
+
 /** How the module is loaded, once for all models. */
 export interface WasmOptions {
   /** Threads of one operator: more than 1 needs a page that is cross-origin isolated. */
   threads?: number;
-  /** The address of ort-wasm-simd-threaded.wasm; by default it is beside onnxruntime-web's script. */
+  /**
+   * The address of ort-wasm-simd-threaded.wasm, for webgpu of ort-wasm-simd-threaded.asyncify.wasm; by default it is beside
+   * onnxruntime-web's script.
+   */
   wasmUrl?: string | URL;
   /** The bytes of this file. */
   wasmBinary?: ArrayBuffer | Uint8Array;
 }
 
 const ALIGNMENT_BYTES = 64; // kernels read whole vectors
-const POINTER_BYTES = 4;
-const LOCATION_CPU = 1;
+export const POINTER_BYTES = 4;
+export const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
 const MAX_DEFAULT_THREADS = 4;
 
-let loading: Promise<OrtModule> | undefined;
+let loading: Promise<Heap> | undefined;
 
 /** Return the backend. The first call loads the module, and its options hold for all later ones. */
 export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & { readonly heapBytes: number }> {
   checkThreads(options.threads);
-  loading ??= loadModule(options);
+  loading ??= loadHeap(options, () => import("onnxruntime-web/ort-wasm-simd-threaded.mjs" as string));
   try {
-    return new WasmBackend(await loading);
+    const heap = await loading;
+    heap.onTrap = () => (loading = undefined); // its memory is in no known state: another one is loaded
+    return new WasmBackend(heap);
   } catch (error) {
     loading = undefined; // a later call may have a better address
     if (error instanceof DeviceError) throw error;
@@ -105,7 +116,7 @@ export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & 
 }
 
 /** Throw DeviceError for threads in a page that may have none: onnxruntime would wait for them for ever. */
-function checkThreads(threads: number | undefined): void {
+export function checkThreads(threads: number | undefined): void {
   const isolated = (globalThis as { crossOriginIsolated?: boolean }).crossOriginIsolated; // undefined in Node
   if (threads === undefined || threads === 1 || isolated !== false) return;
   throw new DeviceError(
@@ -114,11 +125,10 @@ function checkThreads(threads: number | undefined): void {
   );
 }
 
-async function loadModule(options: WasmOptions): Promise<OrtModule> {
+/** Load a module of onnxruntime-web. load: its script. */
+export async function loadHeap(options: WasmOptions, load: () => Promise<unknown>): Promise<Heap> {
   const threads = options.threads ?? defaultThreads();
-  const { default: factory } = (await import("onnxruntime-web/ort-wasm-simd-threaded.mjs" as string)) as {
-    default: (settings: Record<string, unknown>) => Promise<OrtModule>;
-  };
+  const { default: factory } = (await load()) as { default: OrtFactory };
   const settings: Record<string, unknown> = { numThreads: threads };
   if (options.wasmBinary) settings["wasmBinary"] = options.wasmBinary;
   if (options.wasmBinary) settings["locateFile"] = (file: string) => file;
@@ -128,13 +138,7 @@ async function loadModule(options: WasmOptions): Promise<OrtModule> {
   const module = await factory(settings);
   const heap = new Heap(module);
   if (module._OrtInit(threads, 4)) throw new DeviceError(`onnxruntime cannot start: ${heap.lastError()}`);
-  return module;
-}
-
-/** Return the TformerError for an error of the module. After a trap its memory is in no known state: others are loaded. */
-function errorOf(error: unknown, name: string): TformerError {
-  if (error instanceof WebAssembly.RuntimeError) loading = undefined;
-  return translateError(error, name);
+  return heap;
 }
 
 function defaultThreads(): number {
@@ -144,8 +148,10 @@ function defaultThreads(): number {
 }
 
 /** The module's heap: memory, texts and errors. */
-class Heap {
+export class Heap {
   private readonly names = new Map<string, number>(); // texts that stay, for names of inputs and outputs
+  /** Called after a trap. */
+  onTrap = () => {};
 
   constructor(readonly module: OrtModule) {}
 
@@ -187,28 +193,36 @@ class Heap {
     return text;
   }
 
-  /** Return a handle of a tensor over memory of the heap. */
-  wrap(dtype: Dtype, dims: readonly number[], pointer: number): number {
+  /** Return the TformerError for an error of the module. name: of the model file. */
+  errorOf(error: unknown, name: string): TformerError {
+    if (error instanceof WebAssembly.RuntimeError) this.onTrap();
+    return translateError(error, name);
+  }
+
+  /** Throw the latest error of the module if a call returned a code of one. */
+  check(code: number): void {
+    if (code) throw new Error(this.lastError());
+  }
+
+  /** Return a handle of a tensor. pointer: its place in the heap; elsewhere what `location` says. */
+  wrap(dtype: Dtype, dims: readonly number[], pointer: number, location = LOCATION_CPU): number {
     const { module } = this;
     const stack = module.stackSave();
     const place = module.stackAlloc(POINTER_BYTES * Math.max(1, dims.length));
     dims.forEach((size, i) => module.setValue(place + POINTER_BYTES * i, size, "i32"));
     const bytes = sizeOf(dims) * itemBytes(dtype);
-    const handle = module._OrtCreateTensor(DATA_TYPES[dtype], pointer, bytes, place, dims.length, LOCATION_CPU) >>> 0;
+    const handle = module._OrtCreateTensor(DATA_TYPES[dtype], pointer, bytes, place, dims.length, location) >>> 0;
     module.stackRestore(stack);
     if (!handle) throw translateError(new Error(this.lastError()), "the model");
     return handle;
   }
 }
 
-class WasmBackend implements Backend {
-  readonly device = "wasm";
+export class WasmBackend implements Backend {
+  readonly device: DeviceName = "wasm";
   readonly mapsWeights = "bytes";
-  private readonly heap: Heap;
 
-  constructor(module: OrtModule) {
-    this.heap = new Heap(module);
-  }
+  constructor(protected readonly heap: Heap) {}
 
   /** The bytes of the module's memory, which grows and never shrinks. */
   get heapBytes(): number {
@@ -223,26 +237,51 @@ class WasmBackend implements Backend {
     return new WasmTensor(this.heap, dtype, dims, pointer, raw);
   }
 
+  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  copyParts(copies: readonly PartsCopy[]): void {
+    copyInMemory(copies);
+  }
+
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
     checkPrecision(manifest, name);
+    return new WasmSession(this.heap, await this.openHandle(model, weights, manifest, name), name);
+  }
+
+  /** Return the handle of a new session. addProvider: adds an execution provider to session options. */
+  protected async openHandle(
+    model: Uint8Array,
+    weights: Weights,
+    manifest: Manifest,
+    name: string,
+    addProvider?: (options: number) => Promise<void>,
+  ): Promise<number> {
     const { heap } = this;
     const { module } = heap;
     const place = heap.allocate(model.length);
     let options = 0;
     try {
       module.HEAPU8.set(model, place);
-      options = module._OrtCreateSessionOptions(99, true, true, 0, false, 0, 0, 4, 0, 0);
+      const hasPattern = !addProvider; // memory patterns are of the CPU
+      options = module._OrtCreateSessionOptions(99, true, hasPattern, 0, false, 0, 0, 4, 0, 0);
       if (!options) throw new Error(heap.lastError());
       const disabled = manifest.session.disabledOptimizers.join(";");
       const key = heap.name("optimization.disable_specified_optimizers");
-      if (module._OrtAddSessionConfigEntry(options, key, heap.name(disabled))) throw new Error(heap.lastError());
+      heap.check(module._OrtAddSessionConfigEntry(options, key, heap.name(disabled)));
+      await addProvider?.(options);
       if (weights.location !== undefined && weights.bytes) module.mountExternalData(weights.location, weights.bytes);
       for (const [file, bytes] of weights.dataFiles ?? []) module.mountExternalData(file, bytes);
       const session = (await module._OrtCreateSession(place, model.length, options)) >>> 0;
       if (!session) throw new Error(heap.lastError());
-      return new WasmSession(heap, session, name);
+      return session;
     } catch (error) {
-      throw errorOf(error, name);
+      throw heap.errorOf(error, name);
     } finally {
       module.unmountExternalData();
       if (options) module._OrtReleaseSessionOptions(options);
@@ -251,7 +290,12 @@ class WasmBackend implements Backend {
   }
 }
 
-class WasmTensor implements Tensor {
+/** A tensor of the module. */
+export interface HandledTensor extends Tensor {
+  readonly handle: number;
+}
+
+export class WasmTensor implements HandledTensor {
   handle: number;
   private view: TypedArray | undefined;
 
@@ -279,6 +323,10 @@ class WasmTensor implements Tensor {
     return this.view;
   }
 
+  clear(): void {
+    this.heap.module.HEAPU8.fill(0, this.pointer, this.pointer + this.byteLength);
+  }
+
   rows(count: number): Tensor {
     return new WasmTensor(this.heap, this.dtype, withRows(this.dims, count), this.pointer, 0);
   }
@@ -290,11 +338,11 @@ class WasmTensor implements Tensor {
   }
 }
 
-class WasmSession implements Session {
+export class WasmSession implements Session {
   constructor(
-    private readonly heap: Heap,
-    private session: number,
-    private readonly name: string,
+    protected readonly heap: Heap,
+    protected session: number,
+    protected readonly name: string,
   ) {}
 
   get handle(): number {
@@ -313,16 +361,16 @@ class WasmSession implements Session {
 }
 
 /** Names and handles in the heap: input names, inputs, output names, outputs. */
-class WasmBinding implements Binding {
+export class WasmBinding implements Binding {
   private place: number;
-  private readonly inputCount: number;
-  private readonly outputNames: string[];
+  protected readonly inputCount: number;
+  protected readonly outputNames: string[];
   private readonly allocated: number[] = []; // numbers of the outputs that each run allocates
 
   constructor(
-    private readonly heap: Heap,
-    private readonly session: WasmSession,
-    private readonly name: string,
+    protected readonly heap: Heap,
+    protected readonly session: WasmSession,
+    protected readonly name: string,
     inputs: Inputs,
     outputs: Outputs,
   ) {
@@ -333,14 +381,15 @@ class WasmBinding implements Binding {
     let i = 0;
     for (const [input, tensor] of inputs) {
       module.setValue(this.place + POINTER_BYTES * i, heap.name(input), "*");
-      module.setValue(this.place + POINTER_BYTES * (inputs.size + i), (tensor as WasmTensor).handle, "*");
+      module.setValue(this.place + POINTER_BYTES * (inputs.size + i), (tensor as HandledTensor).handle, "*");
       i++;
     }
     i = 0;
     for (const [output, tensor] of outputs) {
       module.setValue(this.outputNamesPlace + POINTER_BYTES * i, heap.name(output), "*");
-      module.setValue(this.outputsPlace + POINTER_BYTES * i, tensor ? (tensor as WasmTensor).handle : 0, "*");
-      if (!tensor) this.allocated.push(i);
+      const isAllocated = typeof tensor === "string";
+      module.setValue(this.outputsPlace + POINTER_BYTES * i, isAllocated ? 0 : (tensor as HandledTensor).handle, "*");
+      if (isAllocated) this.allocated.push(i);
       i++;
     }
   }
@@ -349,7 +398,7 @@ class WasmBinding implements Binding {
     return this.place + 2 * POINTER_BYTES * this.inputCount;
   }
 
-  private get outputsPlace(): number {
+  protected get outputsPlace(): number {
     return this.outputNamesPlace + POINTER_BYTES * this.outputNames.length;
   }
 
@@ -371,7 +420,7 @@ class WasmBinding implements Binding {
       if (typeof code !== "number") return code.then((late) => this.check(late));
       this.check(code);
     } catch (error) {
-      throw errorOf(error, this.name);
+      throw this.heap.errorOf(error, this.name);
     }
   }
 
@@ -396,13 +445,18 @@ class WasmBinding implements Binding {
       const code = module.getValue(type, "i32");
       const dtype = (Object.keys(DATA_TYPES) as Dtype[]).find((known) => DATA_TYPES[known] === code);
       if (dtype === undefined) throw new Error(`the output ${name} has the type ${code}`);
-      return new WasmTensor(this.heap, dtype, sizes, this.heap.pointerAt(data), 0, handle);
+      return this.tensorAt(dtype, sizes, this.heap.pointerAt(data), handle, name);
     } catch (error) {
       module._OrtReleaseTensor(handle);
       throw translateError(error, this.name);
     } finally {
       module.stackRestore(stack);
     }
+  }
+
+  /** Return the tensor of an allocated output. pointer: where its values are. */
+  protected tensorAt(dtype: Dtype, dims: readonly number[], pointer: number, handle: number, _name: string): Tensor {
+    return new WasmTensor(this.heap, dtype, dims, pointer, 0, handle);
   }
 
   dispose(): void {

@@ -96,10 +96,10 @@ export class DecodeCall {
     const past = state.cache.past(side);
     decode.caches.forEach((cache, i) => bound.set(cache.past, past[i]));
     const inputs = new Map(inputNames.map((name) => [name, bound.get(name) ?? this.resources.placeholder(name)]));
-    const outputs = new Map<string, Tensor | undefined>([[decode.logits.name, this.logits]]);
+    const outputs = new Map<string, Tensor | "host">([[decode.logits.name, this.logits]]);
     const present = state.cache.present(side);
     decode.caches.forEach((cache, i) => outputs.set(cache.present, present[i]));
-    for (const name of state.stepExtras) outputs.set(name, undefined);
+    for (const name of state.stepExtras) outputs.set(name, "host");
     return session.bind(inputs, outputs);
   }
 

@@ -5,10 +5,9 @@
  * row of context, provided that every request has the same number of rows.
  */
 
-import type { Backend, Tensor } from "../backend/session.js";
-import type { TypedArray } from "../base/arrays.js";
+import { withRows, type Backend, type Tensor } from "../backend/session.js";
 import type { MemoryUse } from "./memoryUse.js";
-import { planMoves } from "./rowMoves.js";
+import { moveRows, planMoves, rowCopy } from "./rowMoves.js";
 
 export class EncoderContext {
   /** The number of the request of each row. Rows with the same number have the same context. */
@@ -52,16 +51,9 @@ export class EncoderContext {
     const rows = bufferRequests.map((request) => this.bufferRequests.indexOf(request));
     const changed = rows.length !== this.bufferRequests.length;
     if (rows.length <= this.buffers[0].dims[0]) {
-      const { saved, copies } = planMoves(rows);
-      for (const buffer of copies.length ? this.buffers : []) {
-        const data = buffer.data();
-        const size = data.length / buffer.dims[0];
-        const savedRows = new Map(saved.map((row) => [row, data.slice(row * size, (row + 1) * size)]));
-        for (const { target, source, fromSaved } of copies) {
-          if (fromSaved) setAny(data, savedRows.get(source)!, target * size);
-          else data.copyWithin(target * size, source * size, (source + 1) * size);
-        }
-      }
+      moveRows(this.backend, this.buffers, planMoves(rows), (buffer, from, row, { target }) =>
+        rowCopy(from, row, buffer, target),
+      );
       if (changed) this.dropViews();
     } else {
       this.replace(this.taken(rows));
@@ -76,12 +68,12 @@ export class EncoderContext {
     const made: Tensor[] = [];
     try {
       for (const buffer of this.buffers) {
-        const copy = this.backend.tensor(buffer.dtype, [rows.length, ...buffer.dims.slice(1)]);
-        made.push(copy);
-        const [from, to] = [buffer.data(), copy.data()];
-        const size = from.length / buffer.dims[0];
-        rows.forEach((row, i) => setAny(to, from.subarray(row * size, (row + 1) * size), i * size));
+        made.push(this.backend.tensorLike(buffer, withRows(buffer.dims, rows.length)));
       }
+      const copies = this.buffers.flatMap((buffer, k) =>
+        Array.from(rows, (row, i) => rowCopy(buffer, row, made[k], i)),
+      );
+      this.backend.copyParts(copies);
       return made;
     } catch (error) {
       for (const tensor of made) tensor.dispose();
@@ -128,10 +120,6 @@ export function sharedRequests(requests: Int32Array): Int32Array {
   const length = requests.length / begins.length;
   const isUniform = begins.length < requests.length && begins.every((begin, i) => begin === i * length);
   return isUniform ? Int32Array.from(begins, (begin) => requests[begin]) : requests;
-}
-
-function setAny(target: TypedArray, values: TypedArray, offset: number): void {
-  (target as Uint8Array).set(values as Uint8Array, offset);
 }
 
 function equal(one: Int32Array, other: Int32Array): boolean {

@@ -187,7 +187,7 @@ export class Engine {
       const bound = new Map(
         inputNames.map((name) => [name, tensors.get(name) ?? this.placeholder(name, Number(isColumn(name)))]),
       );
-      const binding = session.bind(bound, new Map(names.map((name) => [name, undefined])));
+      const binding = session.bind(bound, new Map(names.map((name) => [name, this.placeOf(name)])));
       try {
         const running = binding.run();
         if (running) await running;
@@ -209,6 +209,19 @@ export class Engine {
     } finally {
       for (const tensor of tensors.values()) tensor.dispose();
     }
+  }
+
+  /**
+   * Return where an output of encode is allocated: on the device if the decode stage alone reads it. Items are merged in
+   * memory. Masks and lengths are small, and read on the CPU too; and devices copy words of 4 bytes.
+   */
+  private placeOf(name: string): "host" | "device" {
+    const { decode, placeholders } = this.manifest;
+    if (!decode || placeholders.size) return "host";
+    const spec = encodedOutputs(this.manifest).find((output) => output.name === name);
+    const inner = spec?.shape[spec.shape.length - 1];
+    const isWhole = spec?.dtype === "float32" || (spec?.dtype === "float16" && Number(inner) % 2 === 0);
+    return isWhole ? "device" : "host";
   }
 
   /** Return the other inputs, and the number of each row's adapter; undefined for a file without adapters. */

@@ -12,11 +12,11 @@
  * beams, which share most of their past, copy little.
  */
 
-import type { Backend, Tensor } from "../backend/session.js";
-import { sizeOf, type TypedArray } from "../base/arrays.js";
+import type { Backend, PartsCopy, Tensor } from "../backend/session.js";
+import { sizeOf } from "../base/arrays.js";
 import { isCarry, SLOT_AXIS, type CacheSpec } from "../format/manifest.js";
 import type { MemoryUse } from "./memoryUse.js";
-import { planMoves } from "./rowMoves.js";
+import { moveRows, planMoves } from "./rowMoves.js";
 
 const FIRST_BUFFER_SLOTS = 32; // larger buffers have twice, four times, … as many
 const MAX_BUFFER_RATIO = 4; // buffers of at most this multiple of the need are allocated at once
@@ -136,24 +136,21 @@ export class KVCache {
   }
 
   private moveInPlace(rows: Int32Array, lengths: Int32Array): void {
-    const { saved, copies } = planMoves(rows);
+    const plan = planMoves(rows);
+    const { saved, copies } = plan;
     if (!copies.length) return;
     const slots = this.slotCapacity;
     const savedIds = new Map(saved.map((row) => [row, this.writeIds.slice(row * slots, (row + 1) * slots)]));
-    const begins = copies.map(({ target, source }) =>
-      firstDifference(this.writeIds, target * slots, source * slots, lengths[source]),
+    const begins = new Map(
+      copies.map(({ target, source }) => [
+        target,
+        firstDifference(this.writeIds, target * slots, source * slots, lengths[source]),
+      ]),
     );
-    for (const tensor of this.tensors) {
-      const buffer = tensor.buffers[this.side % tensor.buffers.length];
-      const data = buffer.data();
-      const rowSize = data.length / this.rowCapacity;
-      const savedRows = new Map(saved.map((row) => [row, data.slice(row * rowSize, (row + 1) * rowSize)]));
-      copies.forEach(({ target, source, fromSaved }, i) => {
-        const from = fromSaved ? savedRows.get(source)! : data;
-        const sourceRow = fromSaved ? 0 : source;
-        copySlots(tensor, from, sourceRow, slots, data, target, slots, begins[i], lengths[source]);
-      });
-    }
+    const tensorOf = new Map(this.tensors.map((tensor) => [tensor.buffers[this.side % tensor.buffers.length], tensor]));
+    moveRows(this.backend, [...tensorOf.keys()], plan, (buffer, from, row, { target, source }) =>
+      slotsCopy(tensorOf.get(buffer)!, from, row, slots, buffer, target, slots, begins.get(target)!, lengths[source]),
+    );
     for (const { target, source, fromSaved } of copies) {
       const ids = fromSaved ? savedIds.get(source)! : this.writeIds.subarray(source * slots, (source + 1) * slots);
       this.writeIds.set(ids, target * slots);
@@ -175,7 +172,7 @@ export class KVCache {
 
   /** Set all caches to zeros, as for rows without tokens. */
   clear(): void {
-    for (const { buffers } of this.tensors) for (const buffer of buffers) zero(buffer.data());
+    for (const { buffers } of this.tensors) for (const buffer of buffers) buffer.clear();
     this.writeIds.fill(0);
   }
 
@@ -212,7 +209,7 @@ export class KVCache {
         dims[0] = rowCapacity;
         const buffers: Tensor[] = [];
         made.push(buffers);
-        for (let i = 0; i < (spec.inPlace ? 1 : 2); i++) buffers.push(this.backend.tensor(spec.dtype, dims));
+        for (let i = 0; i < (spec.inPlace ? 1 : 2); i++) buffers.push(this.backend.deviceTensor(spec.dtype, dims));
         bytes += buffers.reduce((sum, buffer) => sum + buffer.byteLength, 0);
       }
     } catch (error) {
@@ -225,15 +222,19 @@ export class KVCache {
         const begin = from * source.slotCapacity;
         writeIds.set(source.writeIds.subarray(begin, begin + used), to * slots);
       });
+      const copies: PartsCopy[] = [];
       this.tensors.forEach((tensor, k) => {
         const sources = source.tensors[k].buffers;
         // Of carries, both sides are kept: rows can go back to those before the latest step.
         for (let offset = 0; offset < (tensor.carry ? sources.length : 1); offset++) {
-          const from = sources[(source.side + offset) % sources.length].data();
-          const to = made[k][(this.side + offset) % made[k].length].data();
-          rows.forEach((row, i) => copySlots(tensor, from, row, source.slotCapacity, to, i, slots, 0, used));
+          const from = sources[(source.side + offset) % sources.length];
+          const to = made[k][(this.side + offset) % made[k].length];
+          rows.forEach((row, i) => {
+            copies.push(slotsCopy(tensor, from, row, source.slotCapacity, to, i, slots, 0, used));
+          });
         }
       });
+      this.backend.copyParts(copies);
     }
     for (const [k, tensor] of this.tensors.entries()) {
       for (const old of [...tensor.views, ...tensor.buffers]) old.dispose();
@@ -257,38 +258,37 @@ export class KVCache {
   }
 }
 
-/** Copy slots begin … end - 1 of a row, or all of it for a carry. */
-function copySlots(
+/** Return the copy of slots begin … end - 1 of a row, or of all of it for a carry. */
+function slotsCopy(
   tensor: CachedTensor,
-  from: TypedArray,
+  from: Tensor,
   sourceRow: number,
   sourceSlots: number,
-  to: TypedArray,
+  to: Tensor,
   targetRow: number,
   targetSlots: number,
   begin: number,
   end: number,
-): void {
+): PartsCopy {
   const { outer, inner, carry } = tensor;
-  const [first, count] = carry ? [0, inner] : [begin * inner, (end - begin) * inner];
-  if (count <= 0) return;
-  for (let part = 0; part < outer; part++) {
-    const source = (sourceRow * outer + part) * (carry ? 1 : sourceSlots) * inner + first;
-    const target = (targetRow * outer + part) * (carry ? 1 : targetSlots) * inner + first;
-    if (from === to) to.copyWithin(target, source, source + count);
-    else (to as Uint8Array).set(from.subarray(source, source + count) as Uint8Array, target);
-  }
+  const [first, size] = carry ? [0, inner] : [begin * inner, Math.max(0, end - begin) * inner];
+  const [fromStride, toStride] = carry ? [inner, inner] : [sourceSlots * inner, targetSlots * inner];
+  return {
+    from,
+    fromStart: sourceRow * outer * fromStride + first,
+    fromStride,
+    to,
+    toStart: targetRow * outer * toStride + first,
+    toStride,
+    size,
+    parts: outer,
+  };
 }
 
 /** Return the first slot in which two rows differ; `end` if none of the first `end` does. */
 function firstDifference(ids: Int32Array, one: number, other: number, end: number): number {
   for (let slot = 0; slot < end; slot++) if (ids[one + slot] !== ids[other + slot]) return slot;
   return end;
-}
-
-function zero(data: TypedArray): void {
-  if (data instanceof BigInt64Array) data.fill(0n);
-  else data.fill(0);
 }
 
 function identity(count: number): Int32Array {

@@ -1,5 +1,8 @@
 /** Moves of the rows of a batch, as if all copies happened at once. */
 
+import { withRows, type Backend, type PartsCopy, type Tensor } from "../backend/session.js";
+import { sizeOf } from "../base/arrays.js";
+
 /** A copy of a row to a target, from another row or from a saved copy of it. */
 export interface RowCopy {
   readonly target: number;
@@ -44,6 +47,44 @@ export function planMoves(sources: ArrayLike<number>): RowMoves {
     if (!left && sourceOf.has(source) && !saved.includes(source)) ready.push(source);
   }
   return { saved, copies };
+}
+
+/**
+ * Move the rows of buffers.
+ *
+ * plan: `planMoves(sources)`.
+ * copyOf: returns the copy of a row of `from` to row `move.target` of a buffer. `from` is the buffer or has saved rows.
+ */
+export function moveRows(
+  backend: Backend,
+  buffers: readonly Tensor[],
+  { saved, copies }: RowMoves,
+  copyOf: (buffer: Tensor, from: Tensor, row: number, move: RowCopy) => PartsCopy,
+): void {
+  if (!copies.length) return;
+  const savedRows: Tensor[] = [];
+  try {
+    const all: PartsCopy[] = [];
+    for (const buffer of buffers) {
+      const kept = saved.length ? backend.tensorLike(buffer, withRows(buffer.dims, saved.length)) : buffer;
+      if (saved.length) savedRows.push(kept);
+      saved.forEach((row, i) => all.push(rowCopy(buffer, row, kept, i)));
+      for (const move of copies) {
+        const { source, fromSaved } = move;
+        all.push(fromSaved ? copyOf(buffer, kept, saved.indexOf(source), move) : copyOf(buffer, buffer, source, move));
+      }
+    }
+    backend.copyParts(all);
+  } finally {
+    for (const copy of savedRows) copy.dispose();
+  }
+}
+
+/** Return the copy of a row of one tensor to a row of another. */
+export function rowCopy(from: Tensor, source: number, to: Tensor, target: number): PartsCopy {
+  const size = sizeOf(from.dims.slice(1));
+  const [fromStart, toStart] = [source * size, target * size];
+  return { from, fromStart, fromStride: 0, to, toStart, toStride: 0, size, parts: 1 };
 }
 
 /** Return whether rows are all of `count` rows in their order. */

@@ -8,6 +8,8 @@ import {
   ATTRIBUTE_TYPE_GRAPH,
   DATA_TYPES,
   DIM_VALUE,
+  ENTRY_KEY,
+  ENTRY_VALUE,
   GRAPH_INITIALIZER,
   GRAPH_INPUT,
   GRAPH_NODE,
@@ -18,7 +20,9 @@ import {
   NODE_OP_TYPE,
   NODE_OUTPUT,
   SHAPE_DIM,
+  TENSOR_EXTERNAL_DATA,
   TENSOR_NAME,
+  TENSOR_RAW_DATA,
   TYPE_TENSOR_ELEM_TYPE,
   TYPE_TENSOR_SHAPE,
   TYPE_TENSOR_TYPE,
@@ -145,6 +149,34 @@ function keepNeeded(graph: Graph, needed: Set<string>): void {
 function removeWeights(graph: Graph, needed: ReadonlySet<string>): void {
   for (const name of [...graph.initializers.keys()]) if (!needed.has(name)) graph.initializers.delete(name);
   for (const node of graph.nodes) for (const branch of node.branches.values()) removeWeights(branch, needed);
+}
+
+/** Return the bytes of the largest weight of a model, also in branches. Throw WireError if the bytes are no model. */
+export function largestWeight(model: Uint8Array): number {
+  return largestOf(parseModel(model).graph);
+}
+
+function largestOf(graph: Graph): number {
+  let most = 0;
+  for (const encoded of graph.initializers.values()) {
+    for (const tensor of messages(encoded, GRAPH_INITIALIZER)) most = Math.max(most, weightBytes(tensor));
+  }
+  for (const node of graph.nodes) {
+    for (const branch of node.branches.values()) most = Math.max(most, largestOf(branch));
+  }
+  return most;
+}
+
+/** Return the bytes of a TensorProto's values, here or in a second file. */
+function weightBytes(tensor: Uint8Array): number {
+  let bytes = 0;
+  for (const field of iterFields(tensor)) {
+    if (field.number === TENSOR_RAW_DATA) bytes = field.end - field.start;
+    if (field.number !== TENSOR_EXTERNAL_DATA) continue;
+    const entry = contentOf(tensor, field);
+    if (lastText(entry, ENTRY_KEY) === "length") bytes = Number(lastText(entry, ENTRY_VALUE)) || bytes;
+  }
+  return bytes;
 }
 
 /** A tensor of a graph: its type, undefined for an unknown one; and its shape, with undefined for free axes. */

@@ -14,3 +14,14 @@ export const FIREFOX = process.env["FIREFOX"] ?? installed("firefox-esr", "firef
 function installed(...names: string[]): string | undefined {
   return FOLDERS.flatMap((folder) => names.map((name) => join(folder, name))).find(existsSync);
 }
+
+/** Arguments of Chromium for WebGPU without a GPU: its own adapter SwiftShader, which computes on the CPU. */
+export const SOFTWARE_WEBGPU = [
+  "--no-sandbox",
+  "--enable-unsafe-webgpu",
+  "--use-webgpu-adapter=swiftshader",
+  "--enable-features=Vulkan",
+  "--use-vulkan=swiftshader",
+  "--use-angle=swiftshader",
+  "--ignore-gpu-blocklist",
+];
