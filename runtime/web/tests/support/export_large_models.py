@@ -1,0 +1,84 @@
+"""Export two models of the size of products, with seeded weights and golden files, for the tests of large models.
+
+    python export_large_models.py FOLDER [NAME …]
+
+The shapes are those of tests/benchmarks/versus: an encoder-decoder of 60 M parameters and a decoder of 134 M. FOLDER/60m
+and FOLDER/134m keep the weights, also as folders of transformers, which other engines read. It takes 20 minutes on two
+cores, 4 GB of memory and 3 GB of disk. Files whose code is still the same are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from export_models import CODE, REPOSITORY
+
+sys.path.append(str(REPOSITORY / "tests/benchmarks"))
+
+from versus.engines import SOURCE, build_once, code_of
+from versus.shapes import END, PAD, ROWS, START, Shape
+
+SHAPES = {"60m": "encoder-decoder 60M", "134m": "decoder-only 125M"}  # the latter has 134 M with both its tables
+FORMS = {
+    "": ("cpu", "none"),
+    "-int8": ("cpu", "int8"),
+    "-int4": ("cpu", "int4"),
+    "-web": ("web", "none"),
+    "-web-int8": ("web", "int8"),
+    "-web-int4": ("web", "int4"),
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    code = code_of(*(REPOSITORY / each for each in CODE), REPOSITORY / "tests/benchmarks/versus")
+    for short, long in SHAPES.items():
+        shape = next(row.shape for row in ROWS if row.name == long)
+        for suffix, (target, quantization) in FORMS.items():
+            name = short + suffix
+            if names and name not in names:
+                continue
+            key = folder / f"{name}.code"
+            if key.exists() and key.read_text() == code:
+                continue
+            _export(folder, shape, short, name, target, quantization)
+            key.write_text(code)
+
+
+def _export(folder: Path, shape: Shape, short: str, name: str, target: str, quantization: str) -> None:
+    import torch
+    from versus.engines import source
+
+    from tformer_export import export
+
+    def make(path: Path) -> None:
+        torch.manual_seed(0)
+        with torch.inference_mode():
+            source.MAKERS[shape.kind](path, shape)
+
+    build_once(folder / short / SOURCE, make)
+    options = {
+        "max_length": min(shape.max_length, 512),
+        "quantization": quantization,
+        "target": target,
+        "golden": folder / f"{name}.golden.json",
+        "force": True,
+    }
+    path = folder / f"{name}.onnx"
+    if shape.kind == "translate":
+        ids = torch.full((2, 6), 10)
+        special = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD}
+        module = source.encoder_decoder(folder / short / SOURCE, shape)
+        export(module, path, {"src": ids, "tgt": ids}, "tgt", special_tokens=special, **options)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        export(AutoModelForCausalLM.from_pretrained(folder / short / SOURCE / "hf"), path, **options)
+    print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
