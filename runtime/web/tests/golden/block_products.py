@@ -1,7 +1,7 @@
 """Quantised products of the operators that model files have, as model files, with their values in float64.
 
-The weights and, where an operator rounds activations to integers, the rounded activations are known exactly, so that the
-product in float64 is the true one. Rounded activations are those that the definition of the operator gives.
+The weights are known exactly, and so are the activations where an operator rounds them to integers: by its definition.
+Their product in float64 is the true one.
 """
 
 from __future__ import annotations
@@ -100,6 +100,20 @@ def rounded_by_block(x: np.ndarray, block: int) -> np.ndarray:
     return (integers.astype(np.float64) * scale.astype(np.float64)).reshape(rows, -1)[:, :inner]
 
 
+def last_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two rows that differ in the last bit of one number, which is rounded to other integers in `integer`."""
+    low = x[:1].copy()
+    scale = np.abs(low).max() / np.float32(127)
+    low[0, 1] = np.float32(2.5) * scale
+    while np.round(low[0, 1] / scale) != 2:
+        low[0, 1] = np.nextafter(low[0, 1], np.float32(0))
+    high = low.copy()
+    while np.round(high[0, 1] / scale) != 3:
+        low, high = high.copy(), high
+        high[0, 1] = np.nextafter(high[0, 1], np.float32(np.inf))
+    return low, high
+
+
 def write(path: Path, nodes: Any, weights: Any, inner: int, columns: int) -> Path:
     shape, out = (m.BATCH_AXIS, "time", inner), (m.BATCH_AXIS, "time", columns)
     encode = m.EncodeStage(
@@ -134,9 +148,11 @@ def main() -> None:
             path = write(Path(name) / f"{number}.onnx", nodes, weights, *matrix.shape)
             model = Model.load(path, threads=1)
             runs = []
-            for rows in ROWS:
-                x = random.standard_normal((rows, matrix.shape[0])).astype(np.float32)
+            drawn = [random.standard_normal((rows, matrix.shape[0])).astype(np.float32) for rows in ROWS]
+            for x in drawn:
                 x[:, ::97] *= 8  # channels that are louder than others
+            pair = last_bit(drawn[0]) if make is integer else ()
+            for x in (*drawn, *pair):
                 read = rounded_by_row(x) if make is integer else x.astype(np.float64)
                 rounded = rounded_by_block(x, sizes[1]) if may_round else read
                 runs.append(
@@ -148,7 +164,7 @@ def main() -> None:
                     }
                 )
             bytes_ = file.array(np.frombuffer(path.read_bytes(), np.uint8))
-            cases.append({"name": title, "mayRound": may_round, "file": bytes_, "runs": runs})
+            cases.append({"name": title, "mayRound": may_round, "pair": len(pair), "file": bytes_, "runs": runs})
         file.write(cases)
 
 

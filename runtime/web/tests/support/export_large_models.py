@@ -2,9 +2,9 @@
 
     python export_large_models.py FOLDER [NAME …]
 
-The shapes are those of tests/benchmarks/versus: an encoder-decoder of 60 M parameters and a decoder of 134 M. FOLDER/60m
-and FOLDER/134m keep the weights, also as folders of transformers, which other engines read. It takes 20 minutes on two
-cores, 4 GB of memory and 3 GB of disk. Files whose code is still the same are kept.
+The shapes are those of tests/benchmarks/versus: an encoder-decoder of 60 M parameters and a decoder of 134 M.
+FOLDER/60m and FOLDER/134m keep the weights, also as folders of transformers, which other engines read. It takes 20
+minutes on two cores, 4 GB of memory and 3 GB of disk. Files whose code is still the same are kept.
 """
 
 from __future__ import annotations
