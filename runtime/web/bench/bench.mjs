@@ -20,7 +20,7 @@ const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const ENGINES = ["tformer", "transformers.js"];
 // g2p reads a word of 8 letters. The other requests are those of tests/benchmarks/versus.
 const CASES = {
-  g2p: { folder: "build/web", prompt: 8, newTokens: 8, vocabulary: 30, low: 4 },
+  g2p: { folder: "build/web", prompt: 8, newTokens: 24, vocabulary: 30, low: 4 },
   "60m": { folder: "build/web-large", prompt: 24, newTokens: 32, vocabulary: 32000, low: 10 },
   "134m": { folder: "build/web-large", prompt: 16, newTokens: 16, vocabulary: 32000, low: 10 },
 };
