@@ -10,12 +10,14 @@ async function open() {
     return tformerRunner(await Model.load(path, { device, threads: count }));
   }
   if (device === "wasm") {
-    // It has no WebAssembly in Node by itself. This is the build for CPUs alone of its own version of onnxruntime-web.
-    const ort = await import("onnxruntime-web/wasm");
-    ort.env.wasm.numThreads = count;
+    // It has no WebAssembly in Node by itself. This is the build for Node of its own version of onnxruntime-web.
+    const ort = await import("onnxruntime-web");
     globalThis[Symbol.for("onnxruntime")] = ort;
   }
   const library = await import("@huggingface/transformers");
+  if (device === "wasm") {
+    Object.assign(library.env.backends.onnx.wasm, { numThreads: count, wasmPaths: undefined });
+  }
   library.env.useWasmCache = false;
   const session = device === "wasm" ? { executionProviders: ["wasm"] } : { intraOpNumThreads: count };
   return peerRunner(library, path, precision, device === "wasm" ? "auto" : "cpu", session);
