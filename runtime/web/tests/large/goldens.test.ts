@@ -5,7 +5,7 @@ import { Model } from "../../src/index.js";
 import { differences } from "../support/goldenReplay.js";
 import { largeGolden, largeModelPath } from "../support/largeModels.js";
 
-const FORMS = ["", "-int8", "-int4", "-web", "-web-int8", "-web-int4"];
+const FORMS = ["", "-int8", "-int4", "-int4-latency", "-web-int8", "-web-int4"];
 
 describe.each(["node", "wasm"])("on %s", (device) => {
   test.each(["60m", "134m"].flatMap((name) => FORMS.map((form) => name + form)))(

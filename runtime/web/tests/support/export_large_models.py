@@ -20,13 +20,13 @@ from versus.engines import SOURCE, build_once, code_of
 from versus.shapes import END, PAD, ROWS, START, Shape
 
 SHAPES = {"60m": "encoder-decoder 60M", "134m": "decoder-only 125M"}  # the latter has 134 M with both its tables
-FORMS = {
-    "": ("cpu", "none"),
-    "-int8": ("cpu", "int8"),
-    "-int4": ("cpu", "int4"),
-    "-web": ("web", "none"),
-    "-web-int8": ("web", "int8"),
-    "-web-int4": ("web", "int4"),
+FORMS: dict[str, dict[str, str]] = {
+    "": {},
+    "-int8": {"quantization": "int8"},
+    "-int4": {"quantization": "int4"},
+    "-int4-latency": {"quantization": "int4", "optimize_for": "latency"},
+    "-web-int8": {"quantization": "int8", "target": "web"},
+    "-web-int4": {"quantization": "int4", "target": "web"},
 }
 
 
@@ -37,18 +37,18 @@ def main(folder: Path, names: list[str]) -> None:
     code = code_of(*(REPOSITORY / each for each in CODE), REPOSITORY / "tests/benchmarks/versus")
     for short, long in SHAPES.items():
         shape = next(row.shape for row in ROWS if row.name == long)
-        for suffix, (target, quantization) in FORMS.items():
+        for suffix, form in FORMS.items():
             name = short + suffix
             if names and name not in names:
                 continue
             key = folder / f"{name}.code"
             if key.exists() and key.read_text() == code:
                 continue
-            _export(folder, shape, short, name, target, quantization)
+            _export(folder, shape, short, name, form)
             key.write_text(code)
 
 
-def _export(folder: Path, shape: Shape, short: str, name: str, target: str, quantization: str) -> None:
+def _export(folder: Path, shape: Shape, short: str, name: str, form: dict[str, str]) -> None:
     import torch
     from versus.engines import source
 
@@ -61,9 +61,8 @@ def _export(folder: Path, shape: Shape, short: str, name: str, target: str, quan
 
     build_once(folder / short / SOURCE, make)
     options = {
+        **form,
         "max_length": min(shape.max_length, 512),
-        "quantization": quantization,
-        "target": target,
         "golden": folder / f"{name}.golden.json",
         "force": True,
     }
