@@ -100,10 +100,10 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
     await page.click("#form button");
     const best = await models.g2p!.generate("quantization", { numBeams: 4, numReturnSequences: 3 });
     const sounds = [best, ...best.alternatives];
-    const bySounds = () => textOf("#form .result table:last-of-type tbody th");
+    const bySounds = () => textOf("#form .result > table:last-child tbody th");
     await expect.poll(bySounds, { timeout: HANG_MS }).toEqual(sounds.map(({ text }) => text));
     const shares = sounds.map(({ score }) => Math.exp(score).toFixed(4));
-    expect(await textOf("#form .result table:last-of-type td.number")).toEqual(shares);
+    expect(await textOf("#form .result > table:last-child td.number")).toEqual(shares);
     const greedy = await models.g2p!.generate("quantization");
     expect(await textOf("#form .result > p.text")).toEqual([greedy.text]);
     const [alignment] = await textOf("#form .result");
