@@ -114,8 +114,10 @@ async function startPage(engine, path, folder) {
   const address = `/models${path.slice(REPOSITORY.length)}`;
   await tab.evaluate((options) => window.open_(options), { path: address, precision, threads });
   const run = async (request) => {
+    const before = renderer(browser.process().pid);
     const result = await tab.evaluate((one) => window.run(one), request);
-    return { ...result, rss: rendererBytes(browser.process().pid) };
+    const after = renderer(browser.process().pid);
+    return { ...result, cpuMs: after.cpuMs - before.cpuMs, rss: after.bytes };
   };
   const end = async () => {
     await browser.close();
@@ -124,22 +126,24 @@ async function startPage(engine, path, folder) {
   return { run, end };
 }
 
-/** The resident bytes of the largest renderer of a browser. */
-function rendererBytes(browser) {
+/** The resident bytes of the largest renderer of a browser, and its processor time so far, in steps of 10 ms. */
+function renderer(browser) {
   const parents = new Map();
   for (const pid of readdirSync("/proc").filter((one) => /^\d+$/.test(one))) {
     try {
       const status = readFileSync(`/proc/${pid}/status`, "utf8");
       const bytes = 1024 * Number(/^VmRSS:\s+(\d+)/m.exec(status)?.[1] ?? 0);
-      parents.set(Number(pid), { parent: Number(/^PPid:\s+(\d+)/m.exec(status)[1]), bytes });
+      parents.set(Number(pid), { pid, parent: Number(/^PPid:\s+(\d+)/m.exec(status)[1]), bytes });
     } catch {
       continue; // it has ended
     }
   }
   const isInside = (pid) => pid === browser || (parents.has(pid) && isInside(parents.get(pid).parent));
   const isRenderer = (pid) => readFileSync(`/proc/${pid}/cmdline`, "utf8").includes("--type=renderer");
-  const inside = [...parents].filter(([pid]) => isInside(pid) && isRenderer(pid));
-  return Math.max(0, ...inside.map(([, { bytes }]) => bytes));
+  const inside = [...parents.values()].filter(({ pid }) => isInside(Number(pid)) && isRenderer(pid));
+  const { pid, bytes } = inside.reduce((most, one) => (one.bytes > most.bytes ? one : most));
+  const fields = readFileSync(`/proc/${pid}/stat`, "utf8").split(") ")[1].split(" ");
+  return { bytes, cpuMs: 10 * (Number(fields[11]) + Number(fields[12])) };
 }
 
 function processorFlags() {
@@ -166,7 +170,9 @@ try {
       device === "chromium" ? await startPage(engine, path, folder) : await startProcess(engine, path),
     );
   }
-  const measured = Object.fromEntries([...running.keys()].map((engine) => [engine, { first: [], step: [] }]));
+  const measured = Object.fromEntries(
+    [...running.keys()].map((engine) => [engine, { first: [], step: [], cpuFirst: [], cpuStep: [] }]),
+  );
   const before = loadavg()[0];
   for (let round = -1; round < rounds; round++) {
     const order = round % 2 ? [...running.keys()] : [...running.keys()].reverse();
@@ -177,6 +183,8 @@ try {
       if (round < 0) continue; // the first round warms up
       measured[engine].first.push(first.ms);
       measured[engine].step.push((all.ms - first.ms) / (request.newTokens - 1));
+      measured[engine].cpuFirst.push(first.cpuMs);
+      measured[engine].cpuStep.push((all.cpuMs - first.cpuMs) / (request.newTokens - 1));
       Object.assign(measured[engine], { tokens: all.tokens, rss: all.rss });
     }
   }
@@ -187,13 +195,13 @@ try {
   writeFileSync(RESULTS, JSON.stringify(results));
   console.log(`${key}: ${cpus()[0].model} (${processorFlags().join(" ")}), load ${load.join(" to ")}`);
   for (const engine of ENGINES.filter((one) => measured[one])) {
-    const { first, step, tokens, rss } = measured[engine];
-    const line = [first, step].map(
+    const { first, step, cpuFirst, cpuStep, tokens, rss } = measured[engine];
+    const line = [first, step, cpuFirst, cpuStep].map(
       (values) =>
         `${median(values).toFixed(2)} (${Math.min(...values).toFixed(2)} to ${Math.max(...values).toFixed(2)})`,
     );
     console.log(
-      `  ${engine}: first token ${line[0]} ms, a step ${line[1]} ms, ${(rss / 1e6).toFixed(0)} MB, ids ${tokens.slice(0, 8)} …`,
+      `  ${engine}: first token ${line[0]} ms, a step ${line[1]} ms; of processors ${line[2]}, ${line[3]} ms; ${(rss / 1e6).toFixed(0)} MB, ids ${tokens.slice(0, 8)} …`,
     );
   }
 } finally {

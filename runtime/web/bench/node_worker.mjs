@@ -26,6 +26,8 @@ async function open() {
 const run = await open();
 process.send({ ready: true });
 process.on("message", async (request) => {
+  const begin = process.cpuUsage();
   const result = await run(request);
-  process.send({ ...result, rss: process.memoryUsage().rss });
+  const { user, system } = process.cpuUsage(begin);
+  process.send({ ...result, cpuMs: (user + system) / 1e3, rss: process.memoryUsage().rss });
 });

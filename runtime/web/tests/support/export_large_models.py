@@ -10,6 +10,8 @@ minutes on two cores, 4 GB of memory and 3 GB of disk. Files whose code is still
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from export_models import CODE, REPOSITORY
@@ -41,14 +43,27 @@ def main(folder: Path, names: list[str]) -> None:
             name = short + suffix
             if names and name not in names:
                 continue
-            key = folder / f"{name}.code"
-            if key.exists() and key.read_text() == code:
-                continue
-            _export(folder, shape, short, name, form)
-            key.write_text(code)
+            path, golden = folder / f"{name}.onnx", folder / f"{name}.golden.json"
+            _make(path, code, partial(_export, folder, shape, short, path, form))
+            _make(golden, code, partial(_write_golden, path, golden))
 
 
-def _export(folder: Path, shape: Shape, short: str, name: str, form: dict[str, str]) -> None:
+def _make(path: Path, code: str, make: Callable[[], None]) -> None:
+    """Make a file, unless the same code has made it."""
+    key = path.with_name(f"{path.name}.code")
+    if not (path.exists() and key.exists() and key.read_text() == code):
+        make()
+        key.write_text(code)
+        print(path.name, flush=True)
+
+
+def _write_golden(path: Path, golden: Path) -> None:
+    from tformer_export.verify.golden.record import make_golden, write_golden
+
+    write_golden(make_golden(path), golden)
+
+
+def _export(folder: Path, shape: Shape, short: str, path: Path, form: dict[str, str]) -> None:
     import torch
     from versus.engines import source
 
@@ -60,13 +75,7 @@ def _export(folder: Path, shape: Shape, short: str, name: str, form: dict[str, s
             source.MAKERS[shape.kind](path, shape)
 
     build_once(folder / short / SOURCE, make)
-    options = {
-        **form,
-        "max_length": min(shape.max_length, 512),
-        "golden": folder / f"{name}.golden.json",
-        "force": True,
-    }
-    path = folder / f"{name}.onnx"
+    options = {**form, "max_length": min(shape.max_length, 512), "force": True}
     if shape.kind == "translate":
         ids = torch.full((2, 6), 10)
         special = {"bos_token_id": [START], "eos_token_id": [END], "pad_token_id": PAD}
@@ -76,7 +85,6 @@ def _export(folder: Path, shape: Shape, short: str, name: str, form: dict[str, s
         from transformers import AutoModelForCausalLM
 
         export(AutoModelForCausalLM.from_pretrained(folder / short / SOURCE / "hf"), path, **options)
-    print(name, flush=True)
 
 
 if __name__ == "__main__":
