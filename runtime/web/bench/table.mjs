@@ -24,9 +24,9 @@ function times(values) {
   return `${number(median(values))} (${number(at(0.25))}–${number(at(0.75))})`;
 }
 
-/** The median of the ratios of the rounds. */
+/** The ratio of the medians. */
 function ratio(one, other) {
-  return median(one.map((value, i) => value / other[i])).toFixed(2);
+  return (median(one) / median(other)).toFixed(2);
 }
 
 function equalTokens(tokens, key) {
@@ -36,19 +36,19 @@ function equalTokens(tokens, key) {
   return expected ? `${tokens.filter((token, i) => token === expected[i]).length} of ${tokens.length}` : "";
 }
 
-console.log(
-  "| model | where, threads | first token | transformers.js | ratio | a step | transformers.js | ratio | tokens | memory |",
-);
-console.log("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+const HEAD = ["model", "where, threads", "first token", "of processors", "a step", "of processors", "tokens", "memory"];
+console.log(`| ${HEAD.join(" | ")} |\n|${" --- |".repeat(HEAD.length)}`);
 const machines = new Set();
 for (const [key, { cpu, flags, load, measured }] of Object.entries(results).sort(([one], [other]) =>
   one.localeCompare(other),
 )) {
   const [name, precision, device, threads] = key.split(" ");
   const [ours, theirs] = [measured["tformer"], measured["transformers.js"]];
-  const cells = ["first", "step"].flatMap((kind) =>
-    theirs ? [times(ours[kind]), times(theirs[kind]), ratio(theirs[kind], ours[kind])] : [times(ours[kind]), "", ""],
-  );
+  const cells = ["first", "cpuFirst", "step", "cpuStep"].map((kind) => {
+    if (!ours[kind]) return "";
+    const [one, other] = [ours[kind], theirs?.[kind]];
+    return other ? `${times(one)}; ${times(other)}; **${ratio(other, one)}**` : times(one);
+  });
   const both = (of) => [ours, theirs].filter(Boolean).map(of).join("; ");
   const tokens = both(({ tokens }) => equalTokens(tokens, key));
   const memory = both(({ rss }) => (rss / 1e6).toFixed(0));
