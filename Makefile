@@ -32,7 +32,7 @@ LLAMA := llama-cpp-python==0.3.36 gguf==0.19.0 safetensors numpy # built from so
 OPENVINO := openvino==2026.4.1 openvino-genai==2026.4.1.0 'optimum-intel[openvino]==2.2.0' nncf==3.4.0 \
   transformers==4.57.6 # the newest of which optimum-intel exports encoder-decoders
 GENAI := onnxruntime-genai==0.18.0 transformers==5.23.0 onnx onnx-ir # its builder imports packages that it does not require
-OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0'
+OPTIMUM := 'optimum-onnx[onnxruntime]==0.1.0' onnx-ir # onnxruntime's quantiser to 4 bits imports it
 WORDS ?= transformer onnx quantization pronunciation
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt

@@ -3,6 +3,7 @@ import { defineConfig } from "vitest/config";
 export default defineConfig({
   test: {
     include: ["tests/**/*.test.ts"],
+    exclude: ["tests/large/**"], // of vitest.large.config.ts
     globalSetup: ["tests/support/models.ts", "tests/support/build.ts"],
     testTimeout: 60_000,
     hookTimeout: 120_000,

@@ -1,10 +1,11 @@
-// Serves demo/dist at http://127.0.0.1:8081, with the headers that threads need and a strict content security policy.
+// Serves demo/dist, or the folder DEMO, at http://127.0.0.1:8081, with the headers that threads need and a strict content
+// security policy. PORT: another port; 0 for a free one.
 import { createHash } from "node:crypto";
 import { readFile } from "node:fs/promises";
 import { createServer } from "node:http";
 import { extname, join, normalize } from "node:path";
 
-const DIST = join(import.meta.dirname, "dist");
+const DIST = process.env.DEMO ?? join(import.meta.dirname, "dist");
 const PORT = Number(process.env.PORT ?? 8081);
 const TYPES = { ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css",
   ".svg": "image/svg+xml", ".wasm": "application/wasm" };
@@ -33,4 +34,4 @@ server.on("error", (error) => {
   console.error(error.code === "EADDRINUSE" ? `port ${PORT} is in use: choose another with PORT=8082` : error.message);
   process.exit(1);
 });
-server.listen(PORT, "127.0.0.1", () => console.log(`The page is at http://127.0.0.1:${PORT}`));
+server.listen(PORT, "127.0.0.1", () => console.log(`The page is at http://127.0.0.1:${server.address().port}`));

@@ -33,6 +33,8 @@ const TOYS = [
   "toy-carries",
   "toy-vector",
   "toy-states",
+  "toy-spans",
+  "toy-answers",
   "toy-masks",
   "toy-pictures",
   "toy-sounds",

@@ -34,7 +34,7 @@ const LOG_DENOMINATOR = [
   5.875095403124574e-3, 1.5464763749839067e-1, 9.864942958519418e-1, 2.4530060717847364, 2.6126775430731092, 1,
 ].map(fround);
 
-const MIN_EXPONENT = -160; // exp of a number below -110 is 0
+const MIN_EXPONENT = -160; // smaller powers are 0 in float32
 const POWERS = Float64Array.from({ length: 1 - MIN_EXPONENT }, (_, i) => 2 ** (i + MIN_EXPONENT));
 const BLOCK = 128;
 
@@ -52,38 +52,62 @@ export function logNormalizer(logits: Float32Array, begin = 0, end = logits.leng
 /** Return Σ exp(logits - top), added up in the order of numpy (`pairwiseSum`). */
 function sumOfExp(logits: Float32Array, begin: number, end: number, top: number): number {
   const count = end - begin;
-  if (count < 8) {
-    let sum = 0;
-    for (let i = begin; i < end; i++) sum = fround(sum + exp(fround(logits[i] - top)));
-    return sum;
+  if (count > BLOCK) {
+    const half = Math.floor(count / 2);
+    const middle = begin + half - (half % 8);
+    return fround(sumOfExp(logits, begin, middle, top) + sumOfExp(logits, middle, end, top));
   }
-  if (count <= BLOCK) {
-    const sums = new Float32Array(8);
-    let i = begin;
-    for (; i + 8 <= end; i += 8) for (let j = 0; j < 8; j++) sums[j] += exp(fround(logits[i + j] - top));
-    const [a, b, c, d, e, f, g, h] = sums;
-    const left = fround(fround(a + b) + fround(c + d));
-    let sum = fround(left + fround(fround(e + f) + fround(g + h)));
-    for (; i < end; i++) sum = fround(sum + exp(fround(logits[i] - top)));
-    return sum;
+  exponentials(logits, begin, count, top);
+  let [sum, i] = [0, 0];
+  if (count >= 8) {
+    let [a, b, c, d, e, f, g, h] = [0, 0, 0, 0, 0, 0, 0, 0];
+    for (; i + 8 <= count; i += 8) {
+      a = fround(a + exps[i]);
+      b = fround(b + exps[i + 1]);
+      c = fround(c + exps[i + 2]);
+      d = fround(d + exps[i + 3]);
+      e = fround(e + exps[i + 4]);
+      f = fround(f + exps[i + 5]);
+      g = fround(g + exps[i + 6]);
+      h = fround(h + exps[i + 7]);
+    }
+    sum = fround(fround(fround(a + b) + fround(c + d)) + fround(fround(e + f) + fround(g + h)));
   }
-  const half = Math.floor(count / 2);
-  const middle = begin + half - (half % 8);
-  return fround(sumOfExp(logits, begin, middle, top) + sumOfExp(logits, middle, end, top));
+  for (; i < count; i++) sum = fround(sum + exps[i]);
+  return sum;
 }
 
-/** Return exp(x) for x <= 0. */
-function exp(x: number): number {
-  if (x < -110) return 0;
-  const power = fround(fround(fround(x * LOG2_E) + ROUNDS) - ROUNDS);
-  const y = fround(power * LN_2_LOW + fround(power * LN_2_HIGH + x));
-  let numerator = fround(E5 * y + E4);
-  numerator = fround(numerator * y + E3);
-  numerator = fround(numerator * y + E2);
-  numerator = fround(numerator * y + E1);
-  numerator = fround(numerator * y + E0);
-  const denominator = fround(fround(D2 * y + D1) * y + 1);
-  return fround(fround(numerator / denominator) * POWERS[power - MIN_EXPONENT]);
+const powers = new Float32Array(BLOCK);
+const remainders = new Float32Array(BLOCK);
+const denominators = new Float32Array(BLOCK);
+const exps = new Float32Array(BLOCK);
+
+/**
+ * Write exp(logits - top) of `count` logits to `exps`. Storing a number rounds it.
+ *
+ * The steps are loops of their own: in one loop each step would wait for the one before, which takes 1.7 times as long.
+ */
+function exponentials(logits: Float32Array, begin: number, count: number, top: number): void {
+  for (let i = 0; i < count; i++) {
+    const x = fround(logits[begin + i] - top);
+    const power = fround(fround(fround(x * LOG2_E) + ROUNDS) - ROUNDS);
+    powers[i] = power;
+    remainders[i] = power * LN_2_LOW + fround(power * LN_2_HIGH + x);
+  }
+  for (let i = 0; i < count; i++) {
+    const y = remainders[i];
+    exps[i] = fround(E5 * y + E4) * y + E3;
+    denominators[i] = fround(D2 * y + D1) * y + 1;
+  }
+  for (let i = 0; i < count; i++) {
+    const y = remainders[i];
+    exps[i] = fround(exps[i] * y + E2) * y + E1;
+  }
+  for (let i = 0; i < count; i++) {
+    const power = powers[i];
+    const quotient = fround(fround(exps[i] * remainders[i] + E0) / denominators[i]);
+    exps[i] = power < MIN_EXPONENT ? 0 : quotient * POWERS[power - MIN_EXPONENT];
+  }
 }
 
 /** Return the natural logarithm of x, a normal number of float32. */

@@ -43,7 +43,7 @@ async function outputDifferences(engine: Engine, inputs: Inputs, golden: Json, e
 }
 
 interface Row {
-  readonly logits: number[];
+  readonly logits: Float32Array[]; // of each call
   readonly extras: Map<string, { data: number[]; shape: readonly number[] }>;
 }
 
@@ -67,7 +67,7 @@ async function decodeDifferences(engine: Engine, golden: Json, example: Json): P
     const logits = await engine.step(state, fed, counts, "all");
     const size = logits.length / tokens.length / longest;
     rows.forEach(({ logits: kept, extras }, row) => {
-      kept.push(...logits.subarray(row * longest * size, (row * longest + lengths[row]) * size));
+      kept.push(logits.slice(row * longest * size, (row * longest + lengths[row]) * size));
       for (const [name, { data, shape }] of state.extras) {
         const each = shape.slice(2).reduce((product, one) => product * one, 1);
         const begin = row * longest * each;
@@ -90,10 +90,8 @@ async function decodeDifferences(engine: Engine, golden: Json, example: Json): P
       const expected = example.expected[row];
       const [, ...features] = tokens[row].shape;
       const length = tokens[row].shape[0];
-      const found = {
-        data: logits,
-        shape: features.length ? expected.outputs.shape : [length, logits.length / length],
-      };
+      const data = joined(logits);
+      const found = { data, shape: features.length ? expected.outputs.shape : [length, data.length / length] };
       for (const [name, { data, shape }] of state.encoded) {
         const size = data.length / tokens.length;
         extras.set(name, { data: [...data.subarray(row * size, (row + 1) * size)], shape: shape.slice(1) });
@@ -112,6 +110,16 @@ async function decodeDifferences(engine: Engine, golden: Json, example: Json): P
   } finally {
     state.release();
   }
+}
+
+function joined(parts: readonly Float32Array[]): Float32Array {
+  const whole = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
+  let place = 0;
+  for (const part of parts) {
+    whole.set(part, place);
+    place += part.length;
+  }
+  return whole;
 }
 
 function sourcesOf(inputs: Json): Map<string, Stored> {

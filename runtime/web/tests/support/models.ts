@@ -5,7 +5,7 @@ import { readFileSync } from "node:fs";
 import { join, resolve } from "node:path";
 import type { Json } from "./goldenValues.js";
 
-const REPOSITORY = resolve(import.meta.dirname, "../../../..");
+export const REPOSITORY = resolve(import.meta.dirname, "../../../..");
 const PYTHON = process.env["PYTHON"] ?? resolve(REPOSITORY, ".venv/bin/python");
 const FOLDER = resolve(REPOSITORY, "build/web");
 
@@ -24,10 +24,15 @@ export function goldenOf(name: string): Json {
   return JSON.parse(readFileSync(join(FOLDER, `${name}.golden.json`), "utf8"));
 }
 
-/** Make the files. Vitest runs it once, before all tests. */
-export default function setup(): void {
-  execFileSync(PYTHON, [join(import.meta.dirname, "export_models.py"), FOLDER], {
+/** Run a script of this repository, with onnxruntime's own operators. */
+export function runPython(script: string, ...args: readonly string[]): void {
+  execFileSync(PYTHON, [script, ...args], {
     env: { ...process.env, TFORMER_KERNELS: "0", OMP_NUM_THREADS: "1", PYTHONDONTWRITEBYTECODE: "1" },
     stdio: ["ignore", "inherit", "inherit"],
   });
+}
+
+/** Make the files. Vitest runs it once, before all tests. */
+export default function setup(): void {
+  runPython(join(import.meta.dirname, "export_models.py"), FOLDER);
 }

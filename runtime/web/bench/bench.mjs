@@ -1,0 +1,210 @@
+// Times of tformer beside transformers.js, on the same weights and the same machine.
+//
+//   node bench/bench.mjs MODEL PRECISION DEVICE THREADS [ROUNDS]
+//
+// MODEL: g2p, 60m or 134m. PRECISION: fp32, int8 or int4. DEVICE: node, wasm (in Node) or chromium. Both engines are loaded, in
+// a process or a browser each, and run by turns. A round of an engine is a request of one new token and one of N: the
+// first is the time to the first token, and the difference over N - 1 is a step. Results are added to build/web-bench.json.
+import { fork } from "node:child_process";
+import { existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { createServer } from "node:http";
+import { cpus, loadavg, tmpdir } from "node:os";
+import { extname, join, resolve } from "node:path";
+import { build } from "esbuild";
+import puppeteer from "puppeteer-core";
+
+const HERE = import.meta.dirname;
+const REPOSITORY = resolve(HERE, "../../..");
+const RESULTS = join(REPOSITORY, "build/web-bench.json");
+const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
+const ENGINES = ["tformer", "transformers.js"];
+// g2p reads a word of 8 letters. The other requests are those of tests/benchmarks/versus.
+const CASES = {
+  g2p: { folder: "build/web", prompt: 8, newTokens: 24, vocabulary: 30, low: 4 },
+  "60m": { folder: "build/web-large", prompt: 24, newTokens: 32, vocabulary: 32000, low: 10 },
+  "134m": { folder: "build/web-large", prompt: 16, newTokens: 16, vocabulary: 32000, low: 10 },
+};
+const TYPES = {
+  ".html": "text/html",
+  ".js": "text/javascript",
+  ".mjs": "text/javascript",
+  ".wasm": "application/wasm",
+};
+
+const [name, precision, device, threadsText, roundsText = "7"] = process.argv.slice(2);
+const [threads, rounds] = [Number(threadsText), Number(roundsText)];
+const example = CASES[name];
+if (!example || !["fp32", "int8", "int4"].includes(precision) || !["node", "wasm", "chromium"].includes(device)) {
+  console.error("usage: node bench/bench.mjs g2p|60m|134m fp32|int8|int4 node|wasm|chromium THREADS [ROUNDS]");
+  process.exit(2);
+}
+
+/** The file of tformer for a precision. 4 bits in a page are those of --target web. */
+function modelFile() {
+  const suffix = { fp32: "", int8: "-int8", int4: "-web-int4" }[precision];
+  return join(REPOSITORY, example.folder, `${name}${suffix}.onnx`);
+}
+
+function seededIds() {
+  let state = 7;
+  return Array.from({ length: example.prompt }, () => {
+    state = (Math.imul(state, 1103515245) + 12345) & 0x7fffffff;
+    return example.low + ((state >>> 8) % (example.vocabulary - example.low));
+  });
+}
+
+async function startProcess(engine, path) {
+  const child = fork(join(HERE, "node_worker.mjs"), [engine, path, precision, device, String(threads)]);
+  const reply = () =>
+    new Promise((done, fail) => {
+      child.once("message", done);
+      child.once("exit", (code) => fail(new Error(`${engine} ended with code ${code}`)));
+    });
+  await reply();
+  const run = (request) => {
+    const result = reply();
+    child.send(request);
+    return result;
+  };
+  return { run, end: async () => child.kill() };
+}
+
+async function startPage(engine, path, folder) {
+  const page = join(folder, engine);
+  mkdirSync(page);
+  const entry = join(HERE, engine === "tformer" ? "page_tformer.mjs" : "page_peer.mjs");
+  await build({
+    entryPoints: [entry],
+    bundle: true,
+    format: "esm",
+    platform: "browser",
+    external: ["/tformer/*"],
+    outfile: join(page, "page.js"),
+    logLevel: "error",
+  });
+  writeFileSync(join(page, "page.html"), readFileSync(join(HERE, "page.html")));
+  const roots = {
+    "/tformer/": join(HERE, "../dist/bundle"),
+    "/ort/": join(HERE, "node_modules/onnxruntime-web/dist"),
+    "/models/": REPOSITORY,
+    "/": page,
+  };
+  const server = createServer((request, response) => {
+    const address = decodeURIComponent(new URL(request.url, "http://localhost").pathname);
+    const root = Object.keys(roots).find((one) => address.startsWith(one));
+    const file = join(roots[root], address.slice(root.length));
+    if (!existsSync(file)) return void response.writeHead(404).end();
+    response.writeHead(200, {
+      "Content-Type": TYPES[extname(file)] ?? "application/octet-stream",
+      "Cross-Origin-Opener-Policy": "same-origin",
+      "Cross-Origin-Embedder-Policy": "require-corp",
+    });
+    response.end(readFileSync(file));
+  });
+  await new Promise((done) => server.listen(0, "127.0.0.1", done));
+  const browser = await puppeteer.launch({
+    executablePath: CHROMIUM,
+    args: ["--no-sandbox"],
+    protocolTimeout: 600_000,
+  });
+  const tab = await browser.newPage();
+  tab.on("pageerror", (error) => console.error(engine, error.message));
+  await tab.goto(`http://127.0.0.1:${server.address().port}/page.html`);
+  await tab.waitForFunction("window.open_", { timeout: 60_000 });
+  const address = `/models${path.slice(REPOSITORY.length)}`;
+  await tab.evaluate((options) => window.open_(options), { path: address, precision, threads });
+  const run = async (request) => {
+    const before = renderer(browser.process().pid);
+    const result = await tab.evaluate((one) => window.run(one), request);
+    const after = renderer(browser.process().pid);
+    return { ...result, cpuMs: after.cpuMs - before.cpuMs, rss: after.bytes };
+  };
+  const end = async () => {
+    await browser.close();
+    server.close();
+  };
+  return { run, end };
+}
+
+/** The resident bytes of the largest renderer of a browser, and its processor time so far, in steps of 10 ms. */
+function renderer(browser) {
+  const parents = new Map();
+  for (const pid of readdirSync("/proc").filter((one) => /^\d+$/.test(one))) {
+    try {
+      const status = readFileSync(`/proc/${pid}/status`, "utf8");
+      const bytes = 1024 * Number(/^VmRSS:\s+(\d+)/m.exec(status)?.[1] ?? 0);
+      parents.set(Number(pid), { pid, parent: Number(/^PPid:\s+(\d+)/m.exec(status)[1]), bytes });
+    } catch {
+      continue; // it has ended
+    }
+  }
+  const isInside = (pid) => pid === browser || (parents.has(pid) && isInside(parents.get(pid).parent));
+  const isRenderer = (pid) => readFileSync(`/proc/${pid}/cmdline`, "utf8").includes("--type=renderer");
+  const inside = [...parents.values()].filter(({ pid }) => isInside(Number(pid)) && isRenderer(pid));
+  const { pid, bytes } = inside.reduce((most, one) => (one.bytes > most.bytes ? one : most));
+  const fields = readFileSync(`/proc/${pid}/stat`, "utf8").split(") ")[1].split(" ");
+  return { bytes, cpuMs: 10 * (Number(fields[11]) + Number(fields[12])) };
+}
+
+function processorFlags() {
+  const text = readFileSync("/proc/cpuinfo", "utf8");
+  const flags = /^flags\s*:\s*(.*)$/m.exec(text)?.[1].split(" ") ?? [];
+  return flags.filter((flag) => /^(avx2|fma|avx512f|avx512_vnni|avx_vnni|amx_int8)$/.test(flag));
+}
+
+function median(values) {
+  const sorted = [...values].sort((one, other) => one - other);
+  const middle = sorted.length / 2;
+  return sorted.length % 2 ? sorted[Math.floor(middle)] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+const peerFolder = join(REPOSITORY, example.folder, name, "transformers.js");
+const paths = { tformer: modelFile(), ...(existsSync(peerFolder) ? { "transformers.js": peerFolder } : {}) };
+const folder = mkdtempSync(join(tmpdir(), "tformer-bench-"));
+const request = { prompt: seededIds(), newTokens: example.newTokens };
+const running = new Map();
+try {
+  for (const [engine, path] of Object.entries(paths)) {
+    running.set(
+      engine,
+      device === "chromium" ? await startPage(engine, path, folder) : await startProcess(engine, path),
+    );
+  }
+  const measured = Object.fromEntries(
+    [...running.keys()].map((engine) => [engine, { first: [], step: [], cpuFirst: [], cpuStep: [] }]),
+  );
+  const before = loadavg()[0];
+  for (let round = -1; round < rounds; round++) {
+    const order = round % 2 ? [...running.keys()] : [...running.keys()].reverse();
+    for (const engine of order) {
+      const { run } = running.get(engine);
+      const first = await run({ ...request, newTokens: 1 });
+      const all = await run(request);
+      if (round < 0) continue; // the first round warms up
+      measured[engine].first.push(first.ms);
+      measured[engine].step.push((all.ms - first.ms) / (request.newTokens - 1));
+      measured[engine].cpuFirst.push(first.cpuMs);
+      measured[engine].cpuStep.push((all.cpuMs - first.cpuMs) / (request.newTokens - 1));
+      Object.assign(measured[engine], { tokens: all.tokens, rss: all.rss });
+    }
+  }
+  const results = existsSync(RESULTS) ? JSON.parse(readFileSync(RESULTS, "utf8")) : {};
+  const key = `${name} ${precision} ${device} ${threads}`;
+  const load = [before, loadavg()[0]].map((one) => one.toFixed(1));
+  results[key] = { cpu: cpus()[0].model, flags: processorFlags(), load, measured };
+  writeFileSync(RESULTS, JSON.stringify(results));
+  console.log(`${key}: ${cpus()[0].model} (${processorFlags().join(" ")}), load ${load.join(" to ")}`);
+  for (const engine of ENGINES.filter((one) => measured[one])) {
+    const { first, step, cpuFirst, cpuStep, tokens, rss } = measured[engine];
+    const line = [first, step, cpuFirst, cpuStep].map(
+      (values) =>
+        `${median(values).toFixed(2)} (${Math.min(...values).toFixed(2)} to ${Math.max(...values).toFixed(2)})`,
+    );
+    console.log(
+      `  ${engine}: first token ${line[0]} ms, a step ${line[1]} ms; of processors ${line[2]}, ${line[3]} ms; ${(rss / 1e6).toFixed(0)} MB, ids ${tokens.slice(0, 8)} …`,
+    );
+  }
+} finally {
+  for (const { end } of running.values()) await end();
+  rmSync(folder, { recursive: true });
+}
