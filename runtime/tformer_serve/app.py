@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tformer_runtime
+from tformer_serve.body_route import BodyRoutes
 from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
 from tformer_serve.conduct.body_limit import BodyLimit
@@ -50,6 +51,7 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     # The last one added is the outermost.
+    app.add_middleware(BodyRoutes, routes=[route for router in ROUTERS for route in router.routes])
     app.add_middleware(
         BodyLimit,
         max_bytes=options.max_body_bytes,
