@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def _http_protocol() -> Any:
+def http_protocol() -> Any:
     """Return a protocol that limits the heads of requests: ours with httptools, else uvicorn's with h11."""
     try:
         from tformer_serve.conduct.http_protocol import HttpProtocol
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http=_http_protocol(),
+            http=http_protocol(),
             ws="none",
             lifespan="on",
             log_config=None,

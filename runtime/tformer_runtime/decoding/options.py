@@ -410,7 +410,7 @@ class GenerationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
-        return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def replace(self, overrides: Mapping[str, Any]) -> GenerationOptions:
         """Return these options with the overrides on top. An override of None removes an option."""

@@ -112,9 +112,9 @@ def test_bodies_that_are_too_large_are_refused_unread(small):
 def parsing(request, files):
     """Return a server for each parser of HTTP."""
     pytest.importorskip(request.param)
-    protocol = "h11" if request.param == "h11" else server._http_protocol()
+    protocol = "h11" if request.param == "h11" else server.http_protocol()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "_http_protocol", lambda: protocol)
+        patch.setattr(server, "http_protocol", lambda: protocol)
         with RunningServer({"letters": files["letters"]}) as running:
             yield running
 
