@@ -478,9 +478,7 @@ def main(
             for name in (FLOOR, f"{FLOOR}, whole answers"):
                 share = found.ratio(f"{CAPACITY_CLIENTS} clients", name, "scheduler", "processor_per_request")
                 if share is not None:
-                    click.echo(
-                        f"{workload.name}: {name} takes {share:.0%} of the engine's processor time for a request"
-                    )
+                    click.echo(f"{workload.name}: {name} takes {share:.0%} of the engine's processor time")
             for name, count in found.answers.items():
                 tell(f"{name}: {found.wrong.get(name, 0)} of {count} answers differ from those of Model alone")
 
