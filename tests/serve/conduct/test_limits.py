@@ -330,3 +330,26 @@ def test_client_that_does_not_read_is_left(monkeypatch):
     asyncio.run(request_scope.RequestScope(app, metrics, None)(scope, never, never))
     assert ends == ["gone"]
     assert b'tformer_requests_total{outcome="client_gone",route="other"} 1.0' in metrics.text()
+
+
+def test_client_that_reads_a_byte_a_second_is_left(files, references, monkeypatch):
+    """Its answer is larger than all buffers on the way. Others get theirs meanwhile."""
+    monkeypatch.setattr(request_scope, "_SEND_SECONDS", 3.0)
+    body = {**LONG, "stream": True, "temperature": 1.0, "num_return_sequences": 8, "top_logprobs": 20}
+    content = json.dumps(body).encode()
+    expected = references["letters"].generate("ab").text
+    with RunningServer({"letters": files["letters"]}, send_buffer=4096) as running:
+        address = httpx.URL(running.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.connect((address.host, address.port))
+            connection.sendall(head_of("/v1/generate", content) + content)
+            read = b""
+            while running.metric("tformer_requests_total", outcome="client_gone") == 0:
+                read += connection.recv(1)
+                time.sleep(1.0)
+                answer = post(running, {"model": "letters", "input": "ab"})
+                assert answer.json()["results"][0]["text"] == expected
+                assert len(read) < 30
+        assert b"HTTP/1.1 200 OK".startswith(read)
+        wait_until_free(running)
