@@ -8,7 +8,7 @@ writes on one core is compared with an engine that only computes there. The cont
 - *scheduler*: the engine alone, in a loop that submits a request for each that ends. A server cannot be faster.
 - *asyncio*: `AsyncModel`, without HTTP.
 - *tformer-serve*, with streams of events, and with whole answers.
-- *tformer-serve, 32 texts a request*: two clients that send 32 prompts in each request. Figures are those of a text.
+- *tformer-serve, 32 texts a request*: four clients that send 32 prompts in each request. Figures are those of a text.
 - *FastAPI alone*: a server that checks the same body and answers with constant events or JSON. No server in Python that
   answers each text in a request of its own can have a smaller overhead than its time.
 - *llama-server*, for models that it has.
@@ -74,7 +74,7 @@ CAPACITY_CLIENTS = 32
 ENGINES = ("scheduler", "asyncio")
 FLOOR = "FastAPI alone"
 TEXTS = 32  # of a request with several
-TEXTS_CLIENTS = 2  # one request waits while the other is decoded, so that the batch is full
+TEXTS_CLIENTS = 4  # the batch stays full while a client reads its answer and sends the next request
 TARGET = 0.1  # overhead at most
 
 Figures = dict[str, float]
