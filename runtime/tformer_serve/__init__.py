@@ -9,12 +9,12 @@ registry       the models
 metrics        metrics in Prometheus' form
 conduct/       layers around the routes: ids, deadlines, keys, places, sizes of bodies
 state          what the routes share
-body_route     bodies in JSON, which are parsed off the event loop
 client_inputs  inputs of clients, which are untrusted
 event_stream   answers that end when their client is gone
 generation     opens requests of a model under the limits of the server
 calls          other calls than generation, of the inputs of a request
 schemas/       bodies of requests
+body_route     routes whose body is JSON
 answers        answers in the form of OpenAI's API
 subtitles      SRT and WebVTT
 routes/        one module for each task

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 import tformer_runtime
+from tformer_serve.body_route import BodyRoutes
 from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
 from tformer_serve.conduct.body_limit import BodyLimit
@@ -26,8 +28,11 @@ from tformer_serve.schemas.base import validation_error
 from tformer_serve.state import ServerState
 
 
-def make_app(models: Models, options: ServerOptions) -> FastAPI:
-    """Return the application. It starts the models when the server starts, and closes them when the server ends."""
+def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Middleware] = ()) -> FastAPI:
+    """Return the application. It starts the models when the server starts, and closes them when the server ends.
+
+    around_routes: layers within those that check keys, places and sizes.
+    """
     limit = options.max_queue + sum(served.max_batch_size for served in models.values())
     admission = Admission(limit)
     metrics = Metrics(models, lambda: admission.open)
@@ -38,18 +43,20 @@ def make_app(models: Models, options: ServerOptions) -> FastAPI:
         yield
         await models.close()
 
+    routes = [route for router in ROUTERS for route in router.routes]
     app = FastAPI(
         title="tformer",
         version=tformer_runtime.__version__,
         lifespan=lifespan,
         docs_url=None,  # pages that load scripts of other servers
         redoc_url=None,
+        middleware=[*around_routes, Middleware(BodyRoutes, routes=routes)],
         exception_handlers={RequestValidationError: _on_wrong_body, HTTPException: _on_http_error},
     )
     app.state.server = ServerState(options, models, metrics, admission)
     for router in ROUTERS:
         app.include_router(router)
-    # The last one added is the outermost.
+    # Each layer that is added is around those before.
     app.add_middleware(
         BodyLimit,
         max_bytes=options.max_body_bytes,

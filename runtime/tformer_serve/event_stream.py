@@ -22,7 +22,7 @@ from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
 
 MEDIA_TYPE = "text/event-stream"
-END = "[DONE]"
+_END_EVENT = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -35,23 +35,27 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    working, is_gone = asyncio.current_task(), False
+    assert working is not None
+    earlier = working.cancelling()
+
+    async def watch() -> None:
+        """Cancel the work when the client is gone. It is cancelled itself when the work ends."""
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        working.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGoneError
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and working.uncancel() <= earlier:
+            raise ClientGoneError from None
+        raise
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)  # so that the work has left its blocks
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client is gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        watching.cancel()
 
 
 class EventStream(Response):
@@ -79,12 +83,12 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await _send(send, _data(event))
-                await _send(send, f"data: {END}\n\n".encode())
+                last = _END_EVENT
             except ClientGoneError:
                 raise
             except Exception as error:
-                await _send(send, _data(self._error_event(scope, error)))
-            await send({"type": "http.response.body", "body": b""})
+                last = _data(self._error_event(scope, error))
+            await send({"type": "http.response.body", "body": last})
 
     def _error_event(self, scope: Scope, error: Exception) -> Event:
         exchange = exchange_of(scope)

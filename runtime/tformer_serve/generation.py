@@ -68,24 +68,35 @@ class Generation:
         self._has_ended = True
 
 
+async def checked_settings(
+    state: ServerState, exchange: Exchange, served: ServedModel, options: GenerationOptions
+) -> Settings:
+    """Return the settings of a request, for any number of inputs. Compile their constraint.
+
+    Raise the errors of `Model.settings`, and OptionError for a request that is too large for a server.
+    """
+    exchange.model = served.name
+    settings = await on_body(exchange, _settings, served, options)
+    if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
+        await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
+    return settings
+
+
 @contextlib.asynccontextmanager
 async def open_generation(
     state: ServerState,
     exchange: Exchange,
     served: ServedModel,
     input: Input,
-    options: GenerationOptions,
+    settings: Settings,
     in_pieces: bool,
 ) -> AsyncIterator[Generation]:
     """Submit a request and yield it. Leaving the block frees its rows at once.
 
+    settings: of `checked_settings`.
     in_pieces: whether it has pieces, besides its result.
     Raise the errors of `AsyncModel.open`.
     """
-    exchange.model = served.name
-    settings = await on_body(exchange, _checked_settings, served, options)
-    if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
-        await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
     async with served.aio.open(input, settings, exchange.seconds_left(), in_pieces=in_pieces) as opened:
         state.metrics.add_prompt(exchange, served.name, opened.prompt_tokens)
         yield Generation(opened, exchange, served, state.metrics)
@@ -118,8 +129,10 @@ async def results_of(
 ) -> list[Result]:
     """Return the result of each input. usage: to add the tokens to."""
 
+    settings = await checked_settings(state, exchange, served, options)
+
     async def result_of(input: Input) -> Result:
-        async with open_generation(state, exchange, served, input, options, in_pieces=False) as generation:
+        async with open_generation(state, exchange, served, input, settings, in_pieces=False) as generation:
             result = await generation.result()
             usage.add(generation)
             return result
@@ -138,8 +151,10 @@ async def pieces_of(
 ) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of the results of inputs as they come, each with the number of its input. usage: to add to."""
 
+    settings = await checked_settings(state, exchange, served, options)
+
     async def pieces(input: Input) -> AsyncGenerator[Piece]:
-        async with open_generation(state, exchange, served, input, options, in_pieces=True) as generation:
+        async with open_generation(state, exchange, served, input, settings, in_pieces=True) as generation:
             async for piece in generation.pieces():
                 yield piece
             usage.add(generation)
@@ -150,8 +165,7 @@ async def pieces_of(
                 yield numbered
 
 
-def _checked_settings(served: ServedModel, options: GenerationOptions) -> Settings:
-    """Return the settings of a request. Raise the errors of `Model.settings`, and those of `_check_size`."""
+def _settings(served: ServedModel, options: GenerationOptions) -> Settings:
     _check_ids(options)
     settings = served.model.settings(options, {})
     _check_size(settings, served.max_batch_size)

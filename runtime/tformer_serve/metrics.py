@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,6 +39,15 @@ _OUTCOMES = {
 }  # fmt: skip
 
 
+class _ModelSeries(NamedTuple):
+    """The series of a model."""
+
+    first_token: Histogram
+    per_token: Histogram
+    prompt_tokens: Counter
+    generated_tokens: Counter
+
+
 class Metrics:
     """Counters and histograms, and gauges that are read when they are asked for."""
 
@@ -60,33 +71,47 @@ class Metrics:
         self._generated_tokens = Counter(
             "tformer_generated_tokens", "Tokens of answers", ["model"], registry=self._registry
         )
+        # Looking a series up by its labels takes longer than counting.
+        self._of_model, self._of_route = cache(self._new_model_series), cache(self._new_route_series)
         self._registry.register(_Gauges(models, open_requests))
         ProcessCollector(registry=self._registry)
 
     def _histogram(self, name: str, help: str, labels: list[str]) -> Histogram:
         return Histogram(name, help, labels, buckets=_SECONDS, registry=self._registry)
 
+    def _new_model_series(self, model: str) -> _ModelSeries:
+        return _ModelSeries(
+            self._first_token.labels(model),
+            self._per_token.labels(model),
+            self._prompt_tokens.labels(model),
+            self._generated_tokens.labels(model),
+        )
+
+    def _new_route_series(self, route: str, outcome: str) -> tuple[Counter, Histogram]:
+        return self._requests.labels(route, outcome), self._seconds.labels(route)
+
     def add_request(self, exchange: Exchange, route: str) -> None:
         """Count a request that has ended. route: the path of its route."""
-        self._requests.labels(route, _outcome(exchange.status)).inc()
-        self._seconds.labels(route).observe(time.monotonic() - exchange.started_at)
+        requests, seconds = self._of_route(route, _outcome(exchange.status))
+        requests.inc()
+        seconds.observe(time.monotonic() - exchange.started_at)
 
     def add_prompt(self, exchange: Exchange, model: str, tokens: int) -> None:
         """Count a prompt that was read."""
         exchange.prompt_tokens += tokens
-        self._prompt_tokens.labels(model).inc(tokens)
+        self._of_model(model).prompt_tokens.inc(tokens)
 
     def add_tokens(self, exchange: Exchange, model: str, tokens: int, first_at: float | None = None) -> None:
         """Count generated tokens. first_at: when the first token of the request came; None for now."""
         if tokens and exchange.first_token_at is None:
             exchange.first_token_at = time.monotonic() if first_at is None else first_at
-            self._first_token.labels(model).observe(exchange.first_token_at - exchange.started_at)
+            self._of_model(model).first_token.observe(exchange.first_token_at - exchange.started_at)
         exchange.completion_tokens += tokens
-        self._generated_tokens.labels(model).inc(tokens)
+        self._of_model(model).generated_tokens.inc(tokens)
 
     def add_rate(self, model: str, seconds_per_token: float) -> None:
         """Count the time for each further token of a request."""
-        self._per_token.labels(model).observe(seconds_per_token)
+        self._of_model(model).per_token.observe(seconds_per_token)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' form."""

@@ -14,6 +14,7 @@ import socket
 import ssl
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -48,6 +49,15 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def http_protocol() -> Any:
+    """Return a protocol that limits the heads of requests: ours with httptools, else uvicorn's with h11."""
+    try:
+        from tformer_serve.conduct.http_protocol import HttpProtocol
+    except ImportError:
+        return "h11"
+    return HttpProtocol
+
+
 def check_certificate(cert: Path | None, key: Path | None) -> None:
     """Raise OptionError for a certificate of TLS that cannot be used."""
     if cert is None:
@@ -72,7 +82,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http="h11",  # limits the size of headers, which httptools does not
+            http=http_protocol(),
             ws="none",
             lifespan="on",
             log_config=None,

@@ -8,6 +8,9 @@ writes on one core is compared with an engine that only computes there. The cont
 - *scheduler*: the engine alone, in a loop that submits a request for each that ends. A server cannot be faster.
 - *asyncio*: `AsyncModel`, without HTTP.
 - *tformer-serve*, with streams of events, and with whole answers.
+- *tformer-serve, 32 texts a request*: four clients that send 32 prompts in each request. Figures are those of a text.
+- *FastAPI alone*: a server that checks the same body and answers with constant events or JSON. No server in Python that
+  answers each text in a request of its own can have a smaller overhead than its time.
 - *llama-server*, for models that it has.
 
 Loads:
@@ -54,6 +57,7 @@ from served.processes import (
     find_llama_server,
     free_port,
     gguf_file,
+    http_floor,
     llama_server,
     pin,
     tformer_server,
@@ -68,6 +72,9 @@ ROOT = Path(__file__).parents[2]
 SHARES = (0.5, 0.8)  # of the capacity, of arrivals
 CAPACITY_CLIENTS = 32
 ENGINES = ("scheduler", "asyncio")
+FLOOR = "FastAPI alone"
+TEXTS = 32  # of a request with several
+TEXTS_CLIENTS = 4  # the batch stays full while a client reads its answer and sends the next request
 TARGET = 0.1  # overhead at most
 
 Figures = dict[str, float]
@@ -75,11 +82,15 @@ Figures = dict[str, float]
 
 @dataclass
 class Contestant:
-    """An engine or a server. run: measures a load and returns its figures. loads: that it can have."""
+    """An engine or a server. closed, open: measure a load and return its figures.
+
+    at_capacity: whether it is measured with CAPACITY_CLIENTS alone.
+    """
 
     name: str
     closed: Callable[[int], Figures]
     open: Callable[[list[float]], Figures] | None = None
+    at_capacity: bool = False
 
 
 @dataclass
@@ -103,13 +114,58 @@ class Found:
 class Clients:
     """The clients of a server."""
 
-    def __init__(self, workload: Workload, server: Server, order: list[int], stream: bool, found: Found, name: str):
+    def __init__(
+        self,
+        workload: Workload,
+        server: Server,
+        order: list[int],
+        stream: bool,
+        found: Found,
+        name: str,
+        compares: bool = True,
+    ):
         self._workload, self._server, self._order, self._stream = workload, server, order, stream
-        self._found, self._name = found, name
+        self._found, self._name, self._compares = found, name, compares
         self._bodies = [workload.post(server.name, number, stream) for number in range(len(workload.requests))]
 
     def closed(self, clients: int, seconds: float) -> Figures:
         return asyncio.run(self._run(lambda send: closed_loop(send, self._order, clients, seconds, self._meter)))
+
+    def texts(self, seconds: float) -> Figures:
+        """Measure TEXTS_CLIENTS that send TEXTS prompts in each request. The figures are those of a text."""
+        order = list(range(0, len(self._order) - TEXTS + 1, TEXTS))
+        groups = {number: self._order[number : number + TEXTS] for number in order}
+        bodies = {number: self._workload.post_texts(group, self._stream) for number, group in groups.items()}
+        connections: dict[int, Connection] = {}
+
+        async def send(client: int, number: int, due_at: float) -> Record:
+            if client not in connections:
+                connections[client] = await Connection.open(HOST, self._server.port)
+            answer = await connections[client].post(*bodies[number])
+            if answer.status != 200:
+                raise ClientError(f"{self._name} answers {answer.status}: {bytes(answer.body[:300])!r}")
+            texts = dict.fromkeys(range(TEXTS), "")
+            for part in [json.loads(e) for e in answer.events] if self._stream else [json.loads(bytes(answer.body))]:
+                for choice in part["choices"]:
+                    texts[choice["index"]] += choice["text"]
+            self._found.answers[self._name] = self._found.answers.get(self._name, 0) + TEXTS
+            requests = [self._workload.requests[n] for n in groups[number]]
+            wrong = sum(text != one.text for text, one in zip(texts.values(), requests, strict=True))
+            self._found.wrong[self._name] = self._found.wrong.get(self._name, 0) + wrong
+            return Record(number, due_at, None, answer.ended_at, sum(one.tokens for one in requests))
+
+        async def run() -> Figures:
+            load = await closed_loop(send, order, TEXTS_CLIENTS, seconds, self._meter)
+            for connection in connections.values():
+                connection.close()
+            figures = load.figures()
+            figures["requests_per_second"] *= TEXTS
+            figures["processor_per_request"] /= TEXTS
+            return {
+                name: figures[name] for name in ("requests_per_second", "tokens_per_second", "processor_per_request")
+            }
+
+        return asyncio.run(run())
 
     def open(self, times: list[float]) -> Figures:
         return asyncio.run(self._run(lambda send: open_loop(send, self._order, times, self._meter)))
@@ -141,7 +197,7 @@ class Clients:
         client_share = (time.process_time() - used) / (time.perf_counter() - began)
         for connection in connections.values():
             connection.close()
-        for number, answer in answers:
+        for number, answer in answers if self._compares else ():
             self._compare(number, answer)
         return {**load.figures(), "client_share": client_share}
 
@@ -178,6 +234,7 @@ class Engine:
         results = self._worker.ask("measure", action="answers", requests=self._given["requests"])["results"]
         for request, result in zip(workload.requests, results, strict=True):
             request.tokens, request.text = len(result["token_ids"]), result["text"]
+            request.prompt = result["prompt"]
 
     def __enter__(self) -> Engine:
         return self
@@ -214,6 +271,23 @@ def measure(
             Contestant("tformer-serve", lambda clients: streams.closed(clients, seconds), streams.open),
             Contestant("tformer-serve, whole answers", lambda clients: wholes.closed(clients, seconds)),
         ]
+        events = round(statistics.mean(request.tokens for request in workload.requests))
+        floor = stack.enter_context(http_floor(events, options.server_core, logs / "http-floor.log"))
+        for stream, name in ((True, FLOOR), (False, f"{FLOOR}, whole answers")):
+            alone = Clients(workload, floor, order, stream, found, name, compares=False)
+            contestants.append(
+                Contestant(name, lambda clients, c=alone: c.closed(clients, seconds), at_capacity=True)  # type: ignore[misc]
+            )
+        if workload.takes_texts:
+            for stream, name in (
+                (True, f"{TEXTS} texts a request"),
+                (False, f"{TEXTS} texts a request, whole answers"),
+            ):
+                name = f"tformer-serve, {name}"
+                several = Clients(workload, server, order, stream, found, name)
+                contestants.append(
+                    Contestant(name, lambda _, c=several: c.texts(seconds), at_capacity=True)  # type: ignore[misc]
+                )
         if program is not None and workload.source is not None:
             log = logs / "llama-server.log"
             try:
@@ -230,6 +304,8 @@ def measure(
         for turn in range(options.rounds):
             for clients in options.clients:
                 for contestant in contestants[:: -1 if turn % 2 else 1]:
+                    if contestant.at_capacity and clients != CAPACITY_CLIENTS:
+                        continue
                     figures = timed(lambda c=contestant, n=clients: c.closed(n))
                     found.add(f"{clients} clients", contestant.name, figures)
                     tell(line(workload, f"{clients} clients", contestant.name, figures))
@@ -320,7 +396,8 @@ def overheads(found: Found) -> dict[str, dict[str, float]]:
         for base in ENGINES:
             rate = found.ratio(load, name, base, "tokens_per_second")
             used = found.ratio(load, name, base, "processor_per_request")
-            if rate is not None and used is not None and name not in ENGINES[: ENGINES.index(base) + 1]:
+            is_compared = name not in (*ENGINES[: ENGINES.index(base) + 1], FLOOR, f"{FLOOR}, whole answers")
+            if rate is not None and used is not None and is_compared:
                 results[f"{name} / {base}"] = {"throughput": 1 - rate, "processor": 1 - 1 / used}
     return results
 
@@ -398,6 +475,10 @@ def main(
                 at = f"{workload.name}, {CAPACITY_CLIENTS} clients, {name}"
                 share = f"{shares['throughput']:.1%} of throughput, {shares['processor']:.1%} of processor"
                 click.echo(f"{at}: overhead {share}")
+            for name in (FLOOR, f"{FLOOR}, whole answers"):
+                share = found.ratio(f"{CAPACITY_CLIENTS} clients", name, "scheduler", "processor_per_request")
+                if share is not None:
+                    click.echo(f"{workload.name}: {name} takes {share:.0%} of the engine's processor time")
             for name, count in found.answers.items():
                 tell(f"{name}: {found.wrong.get(name, 0)} of {count} answers differ from those of Model alone")
 

@@ -263,6 +263,16 @@ def test_colours_can_be_read_and_the_keyboard_suffices(task_server, open_page, s
     assert rows_of(page)
 
 
+def test_narrow_page_has_its_models_in_a_row(task_server, open_page):
+    page = open_page(task_server, viewport={"width": 360, "height": 640})
+    choose(page, "scores")
+    names = page.get_by_role("navigation").get_by_role("button")
+    first, second = (names.nth(i).bounding_box() for i in range(2))
+    assert first["y"] == second["y"]
+    assert first["x"] + first["width"] <= second["x"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360  # the row of names scrolls, the page does not
+
+
 def test_page_may_load_nothing_of_others(task_server):
     with task_server.http() as client:
         for path in ("/", "/page/main.js", "/page/style.css"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +57,11 @@ def write_chat_model(path: Path, **changes: Any) -> Path:
 
 
 class RunningServer:
-    """A server that runs in a thread of this process."""
+    """A server that runs in a thread of this process. send_buffer: bytes that the system keeps of an answer."""
 
-    def __init__(self, files: dict[str, Path], max_batch_size: int = 8, **options: Any) -> None:
+    def __init__(
+        self, files: dict[str, Path], max_batch_size: int = 8, send_buffer: int | None = None, **options: Any
+    ) -> None:
         served = [
             ServedModel(name, Model.load(path, "cpu", threads=1), max_batch_size, 0) for name, path in files.items()
         ]
@@ -68,6 +71,8 @@ class RunningServer:
         self.state = self.app.state.server
         self.server = Server(self.app)
         self._socket = bind("127.0.0.1", 0)
+        if send_buffer is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # of its connections
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started = threading.Event()

@@ -27,9 +27,9 @@ PIPELINE = (
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
-    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state", "body_route",
-    "client_inputs", "event_stream", "generation", "calls", "schemas", "answers", "subtitles", "routes", "app",
-    "server", "cli", "ray",
+    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state",
+    "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles", "routes",
+    "app", "server", "cli", "ray",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class ChildEndedError(Exception):
 class ChildProcess:
     """A program that is started with the first request. Threads may share it: it answers one request after the other.
 
+    It stays until the program that has it ends.
+
     program: the file of the program, which reads a line of JSON and writes one for each request.
     seconds: the time after which a request without a reply is given up.
     """
@@ -38,6 +41,7 @@ class ChildProcess:
     def __init__(self, program: Path, seconds: float) -> None:
         self._program, self._seconds, self._lock = program, seconds, threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._asked_at: float | None = None  # the time of the request that has no reply yet
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
@@ -53,23 +57,21 @@ class ChildProcess:
         line = json.dumps(request) + "\n"
         with self._lock:
             process = self._running()
-            timer = threading.Timer(self._seconds, process.kill)
-            timer.daemon = True
             try:
-                timer.start()
+                self._asked_at = time.monotonic()
                 assert process.stdin is not None
                 assert process.stdout is not None
                 process.stdin.write(line)
                 process.stdin.flush()
                 return json.loads(process.stdout.readline())
-            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: there is no memory for a thread
+            except (OSError, ValueError) as error:
                 self._end(process)
                 raise ChildEndedError from error
             except BaseException:  # Ctrl-C: the next request must not read this one's reply
                 self._end(process)
                 raise
             finally:
-                timer.cancel()
+                self._asked_at = None
 
     def _running(self) -> subprocess.Popen[str]:
         """Return the process, and start it if need be."""
@@ -78,8 +80,25 @@ class ChildProcess:
         if self._process is None or self._process.poll() is not None:
             command = [_interpreter(), "-I", "-S", "-c", START, json.dumps(sys.path), os.fspath(self._program)]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+            self._process = process
+            try:
+                threading.Thread(target=self._watch, args=(process,), name="child watch", daemon=True).start()
+            except RuntimeError as error:  # there is no memory for a thread
+                self._end(process)
+                raise ChildEndedError from error
         return self._process
+
+    def _watch(self, process: subprocess.Popen[str]) -> None:
+        """Kill a process that takes too long for a request. A thread for each request would cost more."""
+        waited = 0.0
+        while waited < self._seconds:
+            time.sleep(self._seconds - waited)
+            if process is not self._process:
+                return
+            asked_at = self._asked_at
+            waited = 0.0 if asked_at is None else time.monotonic() - asked_at
+        process.kill()
 
     def _end(self, process: subprocess.Popen[str]) -> None:
         self._process = None

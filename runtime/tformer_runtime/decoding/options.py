@@ -391,13 +391,12 @@ class GenerationOptions:
     if not TYPE_CHECKING:  # type checkers know the names already
 
         def __new__(cls, *_: Any, **options: Any) -> GenerationOptions:
-            names = [f.name for f in fields(cls)]
             for name in options:
-                if name not in names:
+                if name not in OPTIONS:
                     import difflib  # only a wrong name needs it
 
-                    close = difflib.get_close_matches(name, names, 1)
-                    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+                    close = difflib.get_close_matches(name, OPTIONS, 1)
+                    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIONS)}"
                     raise OptionError(f"there is no option {name!r}: {hint}", option=name)
             return super().__new__(cls)
 
@@ -411,7 +410,7 @@ class GenerationOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def replace(self, overrides: Mapping[str, Any]) -> GenerationOptions:
         """Return these options with the overrides on top. An override of None removes an option."""

@@ -143,7 +143,7 @@ def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
 
 def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the worker's reply. Raise InputError for an error in it, MissingExtraError without jinja2."""
-    if importlib.util.find_spec("jinja2") is None:
+    if variables is None and importlib.util.find_spec("jinja2") is None:  # each template is read first
         raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'")
     request = {"template": template, "seconds": MAX_TEMPLATE_SECONDS}
     try:

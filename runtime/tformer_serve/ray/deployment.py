@@ -20,7 +20,7 @@ from tformer_serve.app import make_app
 from tformer_serve.conduct.api_keys import read_api_keys
 from tformer_serve.logs import set_up_logs
 from tformer_serve.options import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, ServerOptions
-from tformer_serve.ray.multiplexing import MultiplexedModels, multiplexed
+from tformer_serve.ray.multiplexing import MultiplexedModels, loading_layer
 from tformer_serve.registry import ModelFile, Models
 
 _SECONDS = Field(None, gt=0)
@@ -107,7 +107,7 @@ def replica_app(args: ServeArguments, files: list[ModelFile]) -> FastAPI:
     if args.max_models_per_replica is None:
         return make_app(Models.load(files, args.max_batch_size, **args.model_settings()), args.server_options())
     models = MultiplexedModels(files, args.max_batch_size, args.model_settings())
-    return multiplexed(make_app(models, args.server_options()), models, args.max_models_per_replica)
+    return make_app(models, args.server_options(), [loading_layer(models, args.max_models_per_replica)])
 
 
 class _Replica:

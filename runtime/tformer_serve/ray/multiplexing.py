@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -103,17 +102,15 @@ class _Held:
             self._loop.call_soon_threadsafe(self._models.retire, self.served)
 
 
-def multiplexed(app: FastAPI, models: MultiplexedModels, max_models: int) -> FastAPI:
-    """Return the application with a layer that loads the model of each request. For the process of a replica."""
+def loading_layer(models: MultiplexedModels, max_models: int) -> Middleware:
+    """Return a layer of `make_app` that loads the model of each request. For the process of a replica."""
     serve = import_optional("ray.serve", "serving on many machines needs Ray", "ray")
 
     @serve.multiplexed(max_num_models_per_replica=max_models)  # type: ignore[untyped-decorator]
     async def held_model(name: str) -> _Held:
         return _Held(models, await models.load_one(name))
 
-    # The innermost layer: keys, places and sizes are checked before.
-    app.user_middleware.append(Middleware(_LoadedModel, models=models, held_model=held_model))
-    return app
+    return Middleware(_LoadedModel, models=models, held_model=held_model)
 
 
 class _LoadedModel:

@@ -20,7 +20,7 @@ from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.event_stream import EventStream, while_connected
 from tformer_serve.exchange import Exchange, exchange_of, on_body
-from tformer_serve.generation import Usage, open_generation
+from tformer_serve.generation import Usage, checked_settings, open_generation
 from tformer_serve.registry import ServedModel
 from tformer_serve.schemas.generate import GenerateRequest
 from tformer_serve.state import ServerState, State
@@ -50,7 +50,8 @@ async def _whole(
 ) -> Response:
     """Return the results."""
     answer, usage = new_answer("gen", "tformer.generation", served.name), Usage()
-    async with open_generation(state, exchange, served, input, options, in_pieces=False) as generation:
+    settings = await checked_settings(state, exchange, served, options)
+    async with open_generation(state, exchange, served, input, settings, in_pieces=False) as generation:
         first = await generation.result()
         usage.add(generation)
     results = (first, *first.alternatives)
@@ -84,7 +85,8 @@ async def _events(
     """Yield the pieces of the results, and at last their scores."""
     answer, usage = new_answer("gen", "tformer.generation.piece", served.name), Usage()
     with state.api_errors():
-        async with open_generation(state, exchange, served, input, options, in_pieces=True) as generation:
+        settings = await checked_settings(state, exchange, served, options)
+        async with open_generation(state, exchange, served, input, settings, in_pieces=True) as generation:
             for name in ("cross_attentions", "hidden_states"):
                 if getattr(options, name):
                     raise OptionError(f"{name} are in whole answers alone: leave out stream", option=name)

@@ -15,6 +15,8 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
+
 from served.load import WARM_SECONDS, Load, Record, closed_loop, open_loop
 from served.processes import pin
 from tformer_runtime import AsyncModel, Model
@@ -51,7 +53,8 @@ def _answers(requests: list[dict[str, Any]]) -> dict[str, Any]:
     for request in requests:
         given, options = _read(request)
         result = _the_model().generate(given, **options)
-        results.append({"text": result.text, "token_ids": list(result.token_ids)})
+        prompt = given.tolist() if isinstance(given, np.ndarray) else given  # of a chat
+        results.append({"text": result.text, "token_ids": list(result.token_ids), "prompt": prompt})
     return {"results": results}
 
 

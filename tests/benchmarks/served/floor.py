@@ -37,5 +37,5 @@ async def _main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    pin(int(sys.argv[2]))
+    pin(None if (core := int(sys.argv[2])) < 0 else core)
     asyncio.run(_main(int(sys.argv[1])))

@@ -139,6 +139,13 @@ def tformer_server(
     return Server("tformer-serve", command, port, "/health/ready", core, log, variables)
 
 
+def http_floor(events: int, core: int | None, log: Path) -> Server:
+    """Return a server of FastAPI that computes nothing. events: of a stream."""
+    port = free_port()
+    command = [sys.executable, "-m", "served.http_floor", str(port), str(-1 if core is None else core), str(events)]
+    return Server("tformer-serve", command, port, "/health/ready", core, log)
+
+
 def llama_server(program: Path, path: Path, rows: int, length: int, core: int | None, log: Path) -> Server:
     """Return llama.cpp's server with a cache for each row, in the precision of the weights."""
     port = free_port()

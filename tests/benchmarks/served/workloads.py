@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ class Request:
     """A request.
 
     input: a text, ids, or the messages of a chat.
+    prompt: the input, or the ids of a chat, as the engine reads it.
     tokens, text: of its answer, as the engine computes it.
     """
 
     input: Any
     options: dict[str, Any] = field(default_factory=dict)
+    prompt: Any = None
     tokens: int = 0
     text: str = ""
 
@@ -70,6 +73,16 @@ class Workload:
         field = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/generate": "input"}[self.route]
         body = {"model": "model", field: request.input, **request.options, "stream": stream}
         return self.route, json.dumps(body).encode()
+
+    def post_texts(self, numbers: Sequence[int], stream: bool) -> tuple[str, bytes]:
+        """Return the path and the body of one request for several prompts."""
+        prompts = [self.requests[number].prompt for number in numbers]
+        return "/v1/completions", json.dumps({"model": "model", "prompt": prompts, "stream": stream}).encode()
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether several of its inputs can be in a request."""
+        return not any(request.options for request in self.requests)
 
 
 def workloads(models: Path, versus: Path, seed: int) -> list[Workload]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -15,6 +16,7 @@ import pytest
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 from support.toy_models import END_ID
 
+from tformer_serve import server
 from tformer_serve.conduct import body_limit, request_scope
 from tformer_serve.conduct.admission import Admission
 from tformer_serve.errors import ApiError, ClientGoneError
@@ -104,6 +106,67 @@ def test_bodies_that_are_too_large_are_refused_unread(small):
         connection.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
     wait_until_free(small)
+
+
+@pytest.fixture(scope="module", params=["h11", "httptools"])
+def parsing(request, files):
+    """Return a server for each parser of HTTP."""
+    pytest.importorskip(request.param)
+    protocol = "h11" if request.param == "h11" else server.http_protocol()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "http_protocol", lambda: protocol)
+        with RunningServer({"letters": files["letters"]}) as running:
+            yield running
+
+
+HEADS = {
+    "one header": b"GET /health/live HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 200_000,
+    "name of a header": b"GET /health/live HTTP/1.1\r\nHost: a\r\n" + b"a" * 200_000,
+    "many headers": b"GET /health/live HTTP/1.1\r\nHost: a\r\n" + b"X-More: 1\r\n" * 20_000 + b"\r\n",
+    "path": b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+
+
+def answer_to(running, parts):
+    """Return all bytes that a server answers to parts that are sent one after another."""
+    address, answer = httpx.URL(running.url), b""
+    with socket.create_connection((address.host, address.port), HANG_SECONDS) as connection:
+        with contextlib.suppress(OSError):  # the server does not read on
+            for part in parts:
+                connection.sendall(part)
+        with contextlib.suppress(ConnectionResetError):
+            while read := connection.recv(1 << 16):
+                answer += read
+    return answer
+
+
+@pytest.mark.parametrize("part", [1 << 20, 7000], ids=["whole", "parts"])
+@pytest.mark.parametrize("name", HEADS)
+def test_large_head_of_a_request_is_refused(parsing, name, part):
+    head = HEADS[name]
+    answer = answer_to(parsing, [head[start : start + part] for start in range(0, len(head), part)])
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer  # a reset may overtake the answer
+    with parsing.http() as client:
+        assert client.get("/health/live", headers={"X-Long": "a" * 30_000}).status_code == 200
+
+
+def test_head_is_limited_anew_for_each_request_of_a_connection(parsing):
+    headers = {"X-Long": "a" * 30_000}
+    with parsing.http() as client:
+        answers = [client.get("/health/live", headers=headers) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 5
+        ports = {answer.extensions["network_stream"].get_extra_info("client_addr")[1] for answer in answers}
+        assert len(ports) == 1
+
+
+def test_trailer_of_a_body_is_no_header(parsing):
+    body = json.dumps({"model": "letters", "input": "a", "max_new_tokens": 1}).encode()
+    lines = ["POST /v1/generate HTTP/1.1", "Host: a", "Content-Type: application/json", "Transfer-Encoding: chunked"]
+    head = "\r\n".join([*lines, "Connection: close", "", ""]).encode()
+    content = b"%x\r\n%b\r\n0\r\nX-Request-Id: of-the-trailer\r\n\r\n" % (len(body), body)
+    answer = answer_to(parsing, [head + content])
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"of-the-trailer" not in answer
 
 
 def test_body_that_does_not_arrive_ends_with_an_error(small, monkeypatch):
@@ -267,3 +330,26 @@ def test_client_that_does_not_read_is_left(monkeypatch):
     asyncio.run(request_scope.RequestScope(app, metrics, None)(scope, never, never))
     assert ends == ["gone"]
     assert b'tformer_requests_total{outcome="client_gone",route="other"} 1.0' in metrics.text()
+
+
+def test_client_that_reads_a_byte_a_second_is_left(files, references, monkeypatch):
+    """Its answer is larger than all buffers on the way. Others get theirs meanwhile."""
+    monkeypatch.setattr(request_scope, "_SEND_SECONDS", 3.0)
+    body = {**LONG, "stream": True, "temperature": 1.0, "num_return_sequences": 8, "top_logprobs": 20}
+    content = json.dumps(body).encode()
+    expected = references["letters"].generate("ab").text
+    with RunningServer({"letters": files["letters"]}, send_buffer=4096) as running:
+        address = httpx.URL(running.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            connection.connect((address.host, address.port))
+            connection.sendall(head_of("/v1/generate", content) + content)
+            read = b""
+            while running.metric("tformer_requests_total", outcome="client_gone") == 0:
+                read += connection.recv(1)
+                time.sleep(1.0)
+                answer = post(running, {"model": "letters", "input": "ab"})
+                assert answer.json()["results"][0]["text"] == expected
+                assert len(read) < 30
+        assert b"HTTP/1.1 200 OK".startswith(read)
+        wait_until_free(running)
