@@ -8,7 +8,7 @@ test("Normalizers are those of the Python runtime to the last bit, where numpy c
     norms: Place<"float32">;
     exact: boolean;
   }
-  const golden = new Golden<Case>("log_normalizers.py");
+  const golden = new Golden<Case>("decoding/log_normalizers.py");
   let checked = 0;
   for (const { rows, norms, exact } of golden.cases) {
     const [count, size] = rows.shape;

@@ -30,7 +30,7 @@ describe("With random options and rows", () => {
     length_alone: boolean;
     rules: string[];
   }
-  const golden = new Golden<Case>("rules.py");
+  const golden = new Golden<Case>("decoding/rules.py");
 
   test("scores, forbidden ids and the order of rules are those of the Python runtime", () => {
     const seen = new Set<string>();

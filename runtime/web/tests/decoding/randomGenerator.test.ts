@@ -8,7 +8,7 @@ interface Draws {
 }
 
 test("Draws are those of numpy, bit for bit, for small and large seeds", () => {
-  const golden = new Golden<Draws>("random_numbers.py");
+  const golden = new Golden<Draws>("decoding/random_numbers.py");
   expect(golden.cases.length).toBeGreaterThan(300);
   for (const { seed, draws } of golden.cases) {
     const generator = new RandomGenerator(seed.map(BigInt));

@@ -14,7 +14,7 @@ interface Case {
 
 let golden: Golden<Case>;
 beforeAll(() => {
-  golden = new Golden<Case>("samples.py");
+  golden = new Golden<Case>("decoding/samples.py");
 });
 
 test("Draws are those of the Python runtime with the same seed", () => {

@@ -48,7 +48,7 @@ function finish(search: SequenceSearch, count: number, table: Float32Array, [sta
 }
 
 test("Hypotheses of beam search, greedy decoding and sampling are those of the Python runtime", () => {
-  const golden = new Golden<Case>("searches.py");
+  const golden = new Golden<Case>("decoding/searches.py");
   const seen = { end: 0, stop: 0, length: 0 };
   for (const { options, ends, stopping, table, prompts, max_tokens: maxTokens, results } of golden.cases) {
     const camel = Object.fromEntries(Object.entries(options).map(([name, value]) => [camelCase(name), value]));

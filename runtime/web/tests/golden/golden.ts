@@ -3,7 +3,7 @@
 import { execFileSync } from "node:child_process";
 import { existsSync, mkdtempSync, readFileSync, rmSync } from "node:fs";
 import { tmpdir } from "node:os";
-import { join, resolve } from "node:path";
+import { delimiter, join, resolve } from "node:path";
 
 const HERE = import.meta.dirname;
 const RUNTIME = resolve(HERE, "../../.."); // the folder with tformer_runtime
@@ -33,7 +33,7 @@ export class Golden<Case> {
         env: {
           ...process.env,
           TFORMER_KERNELS: "0",
-          PYTHONPATH: RUNTIME,
+          PYTHONPATH: [RUNTIME, HERE].join(delimiter), // scripts import golden_file
           OMP_NUM_THREADS: "1",
           PYTHONDONTWRITEBYTECODE: "1",
         },

@@ -35,7 +35,7 @@ describe("With random sounds and settings of files", () => {
     features: Place<"float32">;
     direct?: boolean;
   }
-  const golden = new Golden<Case>("sounds.py");
+  const golden = new Golden<Case>("preprocess/sounds.py");
 
   test("features are those of the Python runtime", () => {
     let different = 0;

@@ -27,7 +27,7 @@ describe("For random scores of frames", () => {
     characters: CtcSpan[];
     words: CtcSpan[];
   }
-  const golden = new Golden<Case>("labellings.py");
+  const golden = new Golden<Case>("preprocess/labellings.py");
   const scoresOf = ({ scores }: Case) => ({
     data: golden.array(scores),
     frames: scores.shape[0],

@@ -9,7 +9,7 @@ interface Case {
 }
 
 test("Spectra are those of numpy, for lengths with small and with great prime factors", () => {
-  const golden = new Golden<Case>("spectra.py");
+  const golden = new Golden<Case>("preprocess/spectra.py");
   for (const { values, window, power } of golden.cases) {
     const frames = golden.array(values);
     const length = frames.length / 2;

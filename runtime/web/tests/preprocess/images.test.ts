@@ -35,7 +35,7 @@ describe("With random settings of files", () => {
     shape: number[] | null;
     sizes: number[][];
   }
-  const golden = new Golden<Case>("images.py");
+  const golden = new Golden<Case>("preprocess/images.py");
 
   test("pixels, tiles and grids are those of the Python runtime, to the last bit", () => {
     expect(golden.cases.filter(({ grid }) => grid[0] > 1).length).toBeGreaterThan(10);

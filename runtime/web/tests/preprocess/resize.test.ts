@@ -14,7 +14,7 @@ interface Case {
 }
 
 test("Pixels are those of Pillow, with all its filters, for smaller and larger pictures", () => {
-  const golden = new Golden<Case>("resizes.py");
+  const golden = new Golden<Case>("preprocess/resizes.py");
   expect(new Set(golden.cases.map(({ filter }) => filter))).toEqual(new Set(FILTERS));
   for (const { width, height, channels, data, filter, ...target } of golden.cases) {
     const picture = { data: golden.array(data), width, height, channels };

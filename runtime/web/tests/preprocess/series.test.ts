@@ -37,7 +37,7 @@ describe("With random histories and settings of files", () => {
     denormalized: Place<"float32">;
     names: string[];
   }
-  const golden = new Golden<Case>("histories.py");
+  const golden = new Golden<Case>("preprocess/histories.py");
 
   test("windows, decoder inputs and forecasts are those of the Python runtime, to the last bit", () => {
     for (const { settings, history, room, ...expected } of golden.cases) {

@@ -22,7 +22,7 @@ interface Case {
   windows: [string | Pair, number, number, Expected[]][];
 }
 
-const golden = new Golden<Case>("text_windows.py");
+const golden = new Golden<Case>("preprocess/text_windows.py");
 
 function readerOf(definition: string): WindowReader {
   return new WindowReader(new TextReader(definition).parts);

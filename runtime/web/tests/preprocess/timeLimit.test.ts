@@ -12,7 +12,7 @@ vi.mock("../../src/base/timeLimit.js", async (original) => ({
   readingTime: () => 300,
 }));
 
-const golden = new Golden<{ definition: string; file: Place<"uint8"> }>("slow_tokenizer.py");
+const golden = new Golden<{ definition: string; file: Place<"uint8"> }>("preprocess/slow_tokenizer.py");
 const SLOW = "a".repeat(40) + "b"; // 2 ** 40 ways to read it
 
 test("a text that takes too long is refused, and the model reads the next one", async () => {

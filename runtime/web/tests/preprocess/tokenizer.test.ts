@@ -15,7 +15,7 @@ interface Case {
   decoded: [number[], string, string[], string[]][];
 }
 
-const golden = new Golden<Case>("text_codecs.py");
+const golden = new Golden<Case>("preprocess/text_codecs.py");
 
 describe.each(golden.cases)("$name", ({ definition, size, encoded, read, pairs, decoded }) => {
   const codec = new Codec(definition);

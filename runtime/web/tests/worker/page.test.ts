@@ -30,7 +30,7 @@ describe.skipIf(!CHROMIUM)("in Chromium", () => {
 
   beforeAll(async () => {
     const model = modelBytes("g2p");
-    const golden = new Golden<{ file: Place<"uint8"> }>("slow_tokenizer.py");
+    const golden = new Golden<{ file: Place<"uint8"> }>("preprocess/slow_tokenizer.py");
     const slow = golden.array(golden.cases[0].file);
     server = createServer((request, response) => {
       const path = request.url!;

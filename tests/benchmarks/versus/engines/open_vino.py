@@ -89,9 +89,9 @@ def _convert_tokenizer(source: Path, path: Path) -> None:
     """Write the tokenizer as models, without which openvino-genai opens no folder."""
     import openvino
     from openvino_tokenizers import convert_tokenizer
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    models = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
+    models = convert_tokenizer(PreTrainedTokenizerFast.from_pretrained(source), with_detokenizer=True)
     for model, name in zip(models, ("tokenizer", "detokenizer"), strict=True):
         openvino.save_model(model, path / f"openvino_{name}.xml")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from golden_file import GoldenFile
 
-REPOSITORY = Path(__file__).resolve().parents[4]
+REPOSITORY = Path(__file__).resolve().parents[5]
 sys.path += [str(REPOSITORY / "tests")]
 
 from support.toy_tasks import SPANS, TEXT_TASKS, write  # noqa: E402
