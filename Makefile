@@ -214,7 +214,8 @@ bench-quick: $(READY) $(PEERS)
 
 .venv-openvino/.ready: constraints.txt
 	$(PYTHON) -m venv $(@D) && $(SAME) > $(@D)/same.txt
-	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPENVINO) && touch $@ $(WITHOUT)
+	# A package of OpenVINO requires torchvision, whose operators are built for another torch: transformers then fails to load.
+	$(PIP_OF_PEER) torch && $(PIP_OF_PEER) $(OPENVINO) && $(@D)/bin/python -m pip uninstall --yes torchvision && touch $@ $(WITHOUT)
 
 # Public packages, unchanged. Many ask for other versions of torch or numpy than here, so they are installed without their
 # requirements. torchaudio's operators are built for CUDA; its models need none of them.

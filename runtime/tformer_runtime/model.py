@@ -54,7 +54,7 @@ from tformer_runtime.tasks.single_pass import SinglePassCall, run_single_pass
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
 
 MAX_KEPT_SETTINGS = 64
-_NUMBER_TYPES = (int, float, bool, type(None))  # values of options whose settings are kept: small and without state
+_CACHEABLE_TYPES = (int, float, bool, type(None))  # of options whose settings are kept: small and without state
 
 
 class Model:
@@ -698,7 +698,7 @@ class Model:
             if overrides:
                 raise OptionError("options that are settings already have no overrides: give GenerationOptions")
             return options
-        if options is not None or any(type(value) not in _NUMBER_TYPES for value in overrides.values()):
+        if options is not None or any(type(value) not in _CACHEABLE_TYPES for value in overrides.values()):
             return self._new_settings((options or GenerationOptions()).replace(overrides))
         key = tuple((name, type(value), value) for name, value in overrides.items())
         settings = self._settings_by_options.get(key)

@@ -128,7 +128,6 @@ async def results_of(
     usage: Usage,
 ) -> list[Result]:
     """Return the result of each input. usage: to add the tokens to."""
-
     settings = await checked_settings(state, exchange, served, options)
 
     async def result_of(input: Input) -> Result:
@@ -150,7 +149,6 @@ async def pieces_of(
     usage: Usage,
 ) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of the results of inputs as they come, each with the number of its input. usage: to add to."""
-
     settings = await checked_settings(state, exchange, served, options)
 
     async def pieces(input: Input) -> AsyncGenerator[Piece]:

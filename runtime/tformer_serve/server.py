@@ -14,7 +14,6 @@ import socket
 import ssl
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +24,7 @@ from tformer_serve.state import ServerState
 
 _LAST_SECONDS = 5.0  # for the errors of the requests that draining has ended
 _BACKLOG = 2048
+MAX_HEAD_BYTES = 64 << 10  # of the path and the headers of a request, while it is incomplete
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -47,15 +47,6 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
     bound.set_inheritable(True)
     return bound
-
-
-def http_protocol() -> Any:
-    """Return a protocol that limits the heads of requests: ours with httptools, else uvicorn's with h11."""
-    try:
-        from tformer_serve.conduct.http_protocol import HttpProtocol
-    except ImportError:
-        return "h11"
-    return HttpProtocol
 
 
 def check_certificate(cert: Path | None, key: Path | None) -> None:
@@ -82,7 +73,8 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http=http_protocol(),
+            http="h11",  # limits heads, trailers and pipelines, which httptools does not
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             lifespan="on",
             log_config=None,

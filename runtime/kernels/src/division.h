@@ -8,8 +8,8 @@
 
 namespace tformer {
 
-// Rows that a task multiplies with a panel while it is in the cache. A task makes the int8 form of 4 bits for its own rows, so
-// more rows share it; quantised rows are then read from the second cache.
+// Rows that a task multiplies with a panel while the panel is in the cache. Each task unpacks a panel of 4 bits to int8, so a
+// task of 4 bits has more rows. It reads their quantised numbers from the second cache.
 constexpr size_t block_rows(const Matrix& matrix) { return matrix.bits == 4 ? 144 : 48; }
 
 struct Division {

@@ -96,10 +96,16 @@ class BufferSet:
         self.steps_by_context[key] = step
 
 
+def may_capture(session: Session) -> bool:
+    """Return whether the session may capture another graph. onnxruntime frees none before the session."""
+    return session.captures < MAX_CAPTURES
+
+
 class BufferPool:
     """Cache buffers that keep their addresses. Safe to share between threads.
 
     Buffers that no batch uses are freed, those of the longest time first, beyond MAX_FREE_BYTES or MAX_BUFFER_SHAPES.
+    The last ones are kept, however large they are: their graphs cannot be captured any number of times.
     """
 
     def __init__(self, session: Session) -> None:
@@ -124,9 +130,13 @@ class BufferPool:
                 self._used[key] = buffers = BufferSet(rows, slots, values)
                 return buffers
             self._used[key] = buffers
-        for array, values in zip(arrays, buffers.values, strict=True):
-            for tensor, value in zip(array, values, strict=True):
-                self.session.write_tensor(value, tensor[:rows])
+        try:
+            for array, values in zip(arrays, buffers.values, strict=True):
+                for tensor, value in zip(array, values, strict=True):
+                    self.session.write_tensor(value, tensor[:rows])
+        except BaseException:
+            self.release(buffers)
+            raise
         return buffers
 
     def release(self, buffers: BufferSet) -> None:
@@ -137,7 +147,7 @@ class BufferPool:
                 return  # the pool was closed
             del self._used[key]
             self._free[key] = buffers
-            while (
+            while len(self._free) > 1 and (
                 sum(free.nbytes for free in list(self._free.values())) > MAX_FREE_BYTES
                 or len(self._free) > MAX_BUFFER_SHAPES
             ):
@@ -217,7 +227,7 @@ class CapturedStep:
         rows: (rows,), the row of the buffers of each row, all different. The caller never changes the array.
         """
         self._write_inputs(tokens, lengths, rows)
-        captured = self._captured
+        captured = self.is_captured
         if not captured:
             self.session.captures += 1
         self.session.run(self.binding, "decode", self.graph_id)
@@ -241,11 +251,11 @@ class CapturedStep:
 
     def ready(self, max_row_length: int) -> bool:
         """Return whether this thread may run the step. The runs of a capture write slots behind the longest row."""
-        may_capture = self.session.captures < MAX_CAPTURES
-        return self._captured or (may_capture and max_row_length + MAX_CAPTURE_RUNS <= self.slots)
+        return self.is_captured or (may_capture(self.session) and max_row_length + MAX_CAPTURE_RUNS <= self.slots)
 
     @property
-    def _captured(self) -> bool:
+    def is_captured(self) -> bool:
+        """Whether this thread has captured the graph."""
         return hasattr(self._thread_state, "captured")
 
     def _write_inputs(self, tokens: Array, lengths: Array, rows: Ints) -> None:
@@ -295,8 +305,8 @@ class DeviceLogits:
         """Return the top logits of each row. temperatures: (rows,), divisors of the logits in the sum of weights."""
         spread = np.ones(self._step.logits.shape()[0], np.float32)
         spread[self._rows] = temperatures
-        found = self._step.top_logits(spread)
-        return [found[row] for row in self._rows.tolist()]
+        top_logits = self._step.top_logits(spread)
+        return [top_logits[row] for row in self._rows.tolist()]
 
 
 class TopLogitsFinder:

@@ -32,7 +32,7 @@ class ChildEndedError(Exception):
 class ChildProcess:
     """A program that is started with the first request. Threads may share it: it answers one request after the other.
 
-    It stays until the program that has it ends.
+    The child runs until this process ends.
 
     program: the file of the program, which reads a line of JSON and writes one for each request.
     seconds: the time after which a request without a reply is given up.
@@ -98,6 +98,8 @@ class ChildProcess:
                 return
             asked_at = self._asked_at
             waited = 0.0 if asked_at is None else time.monotonic() - asked_at
+            if waited >= self._seconds and self._asked_at != asked_at:  # the reply has just come
+                waited = 0.0
         process.kill()
 
     def _end(self, process: subprocess.Popen[str]) -> None:

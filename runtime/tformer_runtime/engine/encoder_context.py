@@ -6,8 +6,8 @@ context, provided that every request has the same number of rows. A free axis ha
 stays longer after that row has left, until new rows require new buffers. All padding positions of a row have equal
 contents, so that repeating the end of a row extends it.
 
-On a device other than the CPU rows move when the values are next read: a captured step has a copy of its own, which
-needs none of the moves.
+On other devices `reorder` only notes the order, and rows are copied when `values` is read. A captured step has its own
+copy, and so needs no moves.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EncoderContext:
         lengths: free axis → (rows,), the length of each row there, with one position of padding if there is any. Other
             free axes are never cut.
         shares: whether rows may share a row of context.
-        extends: whether every free axis in `lengths` ends with padding in all rows, so that it can be extended.
+        extends: whether a free axis that is as long as its `lengths` ends with padding in all rows.
         """
         self._session, self._specs, self._budget, self._shares = session, specs, budget, shares
         self._extends = extends
@@ -118,11 +118,15 @@ class EncoderContext:
         padded = []
         for spec, array, axis in zip(self._specs, self.arrays, self._axes, strict=True):
             sizes = [
-                padded_size(size, size.bit_length() - 3) if self._extends and name in self._lengths else size
+                padded_size(size, size.bit_length() - 3) if self._has_padding(name, size) else size
                 for name, size in zip(spec.shape, array.shape, strict=True)
             ]
             padded.append(_take_rows(_resize_axes(array, axis, sizes), axis, places))
         return padded
+
+    def _has_padding(self, axis: int | str, size: int) -> bool:
+        """Return whether all rows end with padding on an axis of this size. A row of the maximum length has none."""
+        return self._extends and axis in self._lengths and size >= int(self._lengths[str(axis)].max())
 
     def _assign_rows(self, requests: Ints) -> bool:
         """Arrange the buffers for rows of these requests. Return whether there are new values to bind."""

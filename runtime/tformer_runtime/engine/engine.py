@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits
+from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits, may_capture
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
@@ -469,6 +469,8 @@ class Engine:
         contexts = dict(zip(self._static_inputs.context, arrays, strict=True))
         key = tuple(array.shape for array in contexts.values())
         step = buffers.step(key)
+        if not may_capture(self.session) and not (step and step.is_captured):
+            return None
         if step is None:
             others = {**self._static_inputs.placeholders, STAGE_INPUT: self._static_inputs.decode_flag}
             step = CapturedStep(self.session, self.decode, buffers, state.cache.past(0), contexts, others)

@@ -292,11 +292,11 @@ class KVCache:
         runs = np.split(np.arange(other.rows), np.flatnonzero(np.diff(places) != 1) + 1)
         for group, other_group, values in zip(self._groups, other._groups, buffers.values, strict=True):
             sizes = [self.slot_capacity if size == SLOT_AXIS else int(size) for size in group.spec.shape[1:]]
-            rows = _zeros((len(values), other.rows, *sizes), storage_dtype(group.spec.dtype))
+            new_rows = _zeros((len(values), other.rows, *sizes), storage_dtype(group.spec.dtype))
             part = group.copied_slots(used)
             if part is not None and other.slot_capacity:
-                rows[part] = other._current_array(other_group)[:, : other.rows][part]
-            for value, tensor in zip(values, rows, strict=True):
+                new_rows[part] = other._current_array(other_group)[:, : other.rows][part]
+            for value, tensor in zip(values, new_rows, strict=True):
                 for run in runs:
                     view = self._session.row_view(value, int(places[run[0]]), int(places[run[-1]]) + 1)
                     self._session.write_tensor(view, tensor[run[0] : run[-1] + 1])

@@ -1,6 +1,5 @@
 """What a server allows its clients, as layers of ASGI around the routes. From the outside to the inside:
 
-http_protocol  the head of a request has a size
 request_scope  the id of a request, its deadline, its line in the log, its metrics, its span, and its errors
 tracing        a span of OpenTelemetry for each request
 api_keys       keys of clients

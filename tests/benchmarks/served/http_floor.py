@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from served.processes import HOST, pin
-from tformer_serve.server import http_protocol
 
 EVENT = b'data: {"id":"cmpl-000000000000000000000000","object":"text_completion","created":1795686276,"model":"model",'
 EVENT += b'"choices":[{"index":0,"text":"AE ","logprobs":null,"finish_reason":null}]}\n\n'
@@ -68,4 +67,4 @@ def make_app(events: int) -> FastAPI:
 if __name__ == "__main__":
     pin(None if (core := int(sys.argv[2])) < 0 else core)
     app = make_app(int(sys.argv[3]))
-    uvicorn.run(app, host=HOST, port=int(sys.argv[1]), http=http_protocol(), log_config=None, access_log=False)
+    uvicorn.run(app, host=HOST, port=int(sys.argv[1]), http="h11", log_config=None, access_log=False)

@@ -16,7 +16,6 @@ import pytest
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 from support.toy_models import END_ID
 
-from tformer_serve import server
 from tformer_serve.conduct import body_limit, request_scope
 from tformer_serve.conduct.admission import Admission
 from tformer_serve.errors import ApiError, ClientGoneError
@@ -108,17 +107,6 @@ def test_bodies_that_are_too_large_are_refused_unread(small):
     wait_until_free(small)
 
 
-@pytest.fixture(scope="module", params=["h11", "httptools"])
-def parsing(request, files):
-    """Return a server for each parser of HTTP."""
-    pytest.importorskip(request.param)
-    protocol = "h11" if request.param == "h11" else server.http_protocol()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "http_protocol", lambda: protocol)
-        with RunningServer({"letters": files["letters"]}) as running:
-            yield running
-
-
 HEADS = {
     "one header": b"GET /health/live HTTP/1.1\r\nHost: a\r\nX-Long: " + b"a" * 200_000,
     "name of a header": b"GET /health/live HTTP/1.1\r\nHost: a\r\n" + b"a" * 200_000,
@@ -142,29 +130,45 @@ def answer_to(running, parts):
 
 @pytest.mark.parametrize("part", [1 << 20, 7000], ids=["whole", "parts"])
 @pytest.mark.parametrize("name", HEADS)
-def test_large_head_of_a_request_is_refused(parsing, name, part):
+def test_large_head_of_a_request_is_refused(small, name, part):
     head = HEADS[name]
-    answer = answer_to(parsing, [head[start : start + part] for start in range(0, len(head), part)])
+    answer = answer_to(small, [head[start : start + part] for start in range(0, len(head), part)])
     assert answer.startswith(b"HTTP/1.1 400 ") or not answer  # a reset may overtake the answer
-    with parsing.http() as client:
+    with small.http() as client:
         assert client.get("/health/live", headers={"X-Long": "a" * 30_000}).status_code == 200
 
 
-def test_head_is_limited_anew_for_each_request_of_a_connection(parsing):
+def test_head_is_limited_anew_for_each_request_of_a_connection(small):
     headers = {"X-Long": "a" * 30_000}
-    with parsing.http() as client:
+    with small.http() as client:
         answers = [client.get("/health/live", headers=headers) for _ in range(5)]
         assert [answer.status_code for answer in answers] == [200] * 5
         ports = {answer.extensions["network_stream"].get_extra_info("client_addr")[1] for answer in answers}
         assert len(ports) == 1
 
 
-def test_trailer_of_a_body_is_no_header(parsing):
+def test_body_of_a_request_that_offers_another_protocol_is_its_body(small):
+    """Clients of HTTP/2 offer to change the protocol with their first request."""
+    body = json.dumps({"model": "letters", "input": "a", "max_new_tokens": 1}).encode()
+    lines = ["POST /v1/generate HTTP/1.1", "Host: a", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines += ["Connection: Upgrade, HTTP2-Settings, close", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA"]
+    head = "\r\n".join([*lines, "", ""]).encode()
+    for parts in ([head + body], [head, body]):
+        assert answer_to(small, parts).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_large_trailer_of_a_body_is_refused(small):
+    head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: "
+    answer = answer_to(small, [head, *[b"a" * 60_000] * 50])
+    assert answer.startswith(b"HTTP/1.1 4") or not answer
+
+
+def test_trailer_of_a_body_is_no_header(small):
     body = json.dumps({"model": "letters", "input": "a", "max_new_tokens": 1}).encode()
     lines = ["POST /v1/generate HTTP/1.1", "Host: a", "Content-Type: application/json", "Transfer-Encoding: chunked"]
     head = "\r\n".join([*lines, "Connection: close", "", ""]).encode()
     content = b"%x\r\n%b\r\n0\r\nX-Request-Id: of-the-trailer\r\n\r\n" % (len(body), body)
-    answer = answer_to(parsing, [head + content])
+    answer = answer_to(small, [head + content])
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b"of-the-trailer" not in answer
 

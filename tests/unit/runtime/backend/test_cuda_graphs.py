@@ -269,7 +269,10 @@ def test_unused_rows_change_no_bit_of_the_others(files, name):
             for value in values:
                 array = value.numpy().copy()
                 if array.shape[0] == 4:
-                    array[unused] = array.dtype.type(poison) if array.dtype.kind == "f" else array[unused]
+                    if array.dtype.kind == "f":
+                        array[unused] = poison
+                    elif array.dtype == np.uint16:  # the bits of bfloat16
+                        array[unused] = np.float32(poison).view(np.uint32) >> 16
                     value.update_inplace(array)
         for _ in range(12):
             results.append(engine.step(state, results[-1].argmax(-1)[:, None]).copy())
@@ -378,16 +381,59 @@ def test_pool_frees_buffers_that_were_not_used_for_the_longest_time(files, monke
     assert [rows for rows, _ in pool._free] == [4, 8]
 
 
+def test_pool_keeps_the_last_buffers_however_large(files, monkeypatch):
+    """Otherwise each batch would capture a graph, which onnxruntime never frees."""
+    monkeypatch.setattr(cuda_graphs, "MAX_FREE_BYTES", 1)
+    engine = Engine(Apart(files["decoder-only"]))
+    for _ in range(3):
+        steps(engine, [None, None], rows_of(2, (3, 3)), 3)
+    assert engine.session.captures == 1
+
+
+def test_buffers_whose_filling_fails_can_be_used_again(files, monkeypatch):
+    engine = Engine(Apart(files["decoder-only"]))
+    steps(engine, [None], rows_of(2, (3,)), 1)
+
+    def fail(tensor, array):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.session, "write_tensor", fail)
+        with pytest.raises(MemoryError):
+            steps(engine, [None], rows_of(2, (3,)), 1)
+    steps(engine, [None], rows_of(2, (3,)), 2)
+    assert engine.session.captures == 1
+
+
+@pytest.mark.parametrize("source_max", [40, 42])
+@pytest.mark.parametrize("lengths", [(40, 7), (39, 40), (42, 5), (41, 42)])
+def test_sources_of_the_maximum_length_have_no_padding_to_extend(source_max, lengths, tmp_path):
+    """Free axes are extended to few sizes by repeating their end, which must be padding."""
+    path = Toy(seed=3, layers=2, source_max=source_max).write(tmp_path / "toy.onnx")
+    engine, plain = Engine(Apart(path)), Engine(path, "cpu", threads=1)
+    results = []
+    for each in (engine, plain):
+        state = each.start({"src": rows_of(1, [min(length, source_max) for length in lengths])}, 2, joins=True)
+        each.step(state, np.array([[5, 6], [7, 8]]))
+        results.append(each.step(state, np.array([[4], [5]])).copy())
+    assert engine.session.captures == 1
+    np.testing.assert_allclose(results[0], results[1], rtol=0, atol=2e-6 * np.ptp(results[1]))
+
+
 def test_no_graphs_beyond_the_maximum_are_captured(files, monkeypatch):
     """onnxruntime never frees them. Steps without a graph give the same logits."""
     monkeypatch.setattr(cuda_graphs, "MAX_CAPTURES", 2)
     engine, plain = Engine(Apart(files["decoder-only"])), Engine(files["decoder-only"], "cpu", threads=1)
+    bound = []
+    new_binding = engine.session.new_binding
+    monkeypatch.setattr(engine.session, "new_binding", lambda stage: (bound.append(stage), new_binding(stage))[1])
     for rows in (1, 2, 4, 1):
         prompts = rows_of(rows, (3,) * rows)
         actual, expected = (steps(each, prompts, prompts, 5)[0] for each in (engine, plain))
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.ptp(expected))
     assert engine.session.captures == 2
     assert len({graph for graph in engine.session.runs if graph is not None}) == 2
+    assert len(bound) <= 2 * 4  # a prompt and a step for each batch: later steps bind nothing
 
 
 @toys
