@@ -2,16 +2,11 @@
 import { existsSync, readFileSync } from "node:fs";
 import { join, resolve } from "node:path";
 import { gzipSync } from "node:zlib";
+import { median } from "./median.mjs";
 
 const HERE = import.meta.dirname;
 const results = JSON.parse(readFileSync(resolve(HERE, "../../../build/web-bench.json"), "utf8"));
 const PLACES = { node: "Node, native", wasm: "Node, WebAssembly", chromium: "Chromium" };
-
-function median(values) {
-  const sorted = [...values].sort((one, other) => one - other);
-  const middle = sorted.length / 2;
-  return sorted.length % 2 ? sorted[Math.floor(middle)] : (sorted[middle - 1] + sorted[middle]) / 2;
-}
 
 function number(value) {
   return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
@@ -76,11 +71,13 @@ const size = (label, scripts, binary) =>
   console.log(
     `${label}: scripts ${kilobytes(...scripts).toFixed(0)} kB, with WebAssembly ${kilobytes(...scripts, ...binary).toFixed(0)} kB (gzip)`,
   );
-size(
-  "tformer",
-  [...[...atOnce].map((name) => join(bundle, name)), join(bundle, `${wasm}.mjs`)],
-  [join(bundle, `${wasm}.wasm`)],
-);
+for (const [label, kind] of [
+  ["tformer, WebAssembly", wasm],
+  ["tformer, WebGPU", `${wasm}.asyncify`],
+]) {
+  const scripts = [...[...atOnce].map((name) => join(bundle, name)), join(bundle, `${kind}.mjs`)];
+  size(label, scripts, [join(bundle, `${kind}.wasm`)]);
+}
 if (existsSync(peer)) {
   const kind = "asyncify"; // the build that its default import loads
   size("transformers.js", [peer, join(ort, "ort.webgpu.bundle.min.mjs")], [join(ort, `${wasm}.${kind}.wasm`)]);
