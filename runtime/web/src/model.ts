@@ -421,7 +421,7 @@ export class Model {
   ): Promise<{ weights: NumberArray; labels: string[] }> {
     const task = this.task("give attention");
     this.extras(ATTENTIONS);
-    const { truncate = false, adapter, signal, ...settings } = options;
+    const { truncate = false, adapter, signal, ...settings } = options as PredictOptions;
     const checked = task.settings(settings);
     const sources = await task.singleRequest(input, this.inputs, task.truncates(truncate, checked), checked);
     const all = new Map([...sources, ...this.adapterInput(adapter)]);

@@ -1,7 +1,14 @@
 /** A model in a worker, with the calls of `Model`: the page stays free while it computes. */
 
 import type { NumberArray } from "./base/arrays.js";
-import { abortedError, checkAborted, DeviceError, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import {
+  abortedError,
+  checkAborted,
+  DeviceError,
+  InputError,
+  OptionError,
+  UnsupportedCallError,
+} from "./base/errors.js";
 import { closedError } from "./backend/session.js";
 import { checkFree, type CachedPrefix, type CallOptions, type Chat, type ChatMessage, type Turn } from "./chat.js";
 import { releasedPrefixError, type Result } from "./decoding/request.js";

@@ -82,25 +82,28 @@ async function untilHeld(module: FakeOrt): Promise<void> {
 }
 
 describe("a conversation that is released", () => {
-  test.each(["send", "stream"] as const)("while the GPU computes for its %s frees its memory after it", async (call) => {
-    const engine = await open("words", await gpuBackend());
-    const chat = chatWith(engine);
-    const [module] = modules;
-    module.held = [];
-    const answering = call === "send" ? chat.send(IDS, OPTIONS) : chat.stream(IDS, OPTIONS).next();
-    await untilHeld(module);
-    chat.release();
-    expect(engine.memory.usedBytes).toBeGreaterThan(0);
-    expect(() => chat.rewind(0)).toThrow("the conversation is answering a message");
-    module.resume();
-    const answer = await answering;
-    if ("tokenIds" in answer) expect(answer.tokenIds.length).toBe(2);
-    else expect(answer.done).toBe(false);
-    if (call === "send") expect(engine.memory.usedBytes).toBe(0);
-    expect(module.faults).toEqual([]);
-    await expect(chat.send(IDS, OPTIONS)).rejects.toThrow("has been released");
-    engine.close();
-  });
+  test.each(["send", "stream"] as const)(
+    "while the GPU computes for its %s frees its memory after it",
+    async (call) => {
+      const engine = await open("words", await gpuBackend());
+      const chat = chatWith(engine);
+      const [module] = modules;
+      module.held = [];
+      const answering = call === "send" ? chat.send(IDS, OPTIONS) : chat.stream(IDS, OPTIONS).next();
+      await untilHeld(module);
+      chat.release();
+      expect(engine.memory.usedBytes).toBeGreaterThan(0);
+      expect(() => chat.rewind(0)).toThrow("the conversation is answering a message");
+      module.resume();
+      const answer = await answering;
+      if ("tokenIds" in answer) expect(answer.tokenIds.length).toBe(2);
+      else expect(answer.done).toBe(true); // the ids have no text
+      if (call === "send") expect(engine.memory.usedBytes).toBe(0);
+      expect(module.faults).toEqual([]);
+      await expect(chat.send(IDS, OPTIONS)).rejects.toThrow("has been released");
+      engine.close();
+    },
+  );
 
   test("while its run waits for that of another one", async () => {
     const engine = await open("words", await gpuBackend());
@@ -130,6 +133,14 @@ describe("a conversation that is released", () => {
     engine.close();
   });
 });
+
+/** Return the error of a promise. A state is too large for the message of a failed test. */
+async function errorOf(promise: Promise<unknown>): Promise<Error | undefined> {
+  return promise.then(
+    () => undefined,
+    (error: Error) => error,
+  );
+}
 
 /** Let runs make outputs of the shapes of a manifest, for one row. */
 function setOutputs(module: FakeOrt, { encode, decode }: Manifest): void {
@@ -226,7 +237,7 @@ describe.each(["webgpu", "wasm"])("outputs that a run has made on %s", (device) 
 
   test("are released with the state", async () => {
     const state = await engine.start(SOURCE, { rows: 1 });
-    expect(counts()).not.toEqual(before);
+    expect(engine.memory.usedBytes).toBeGreaterThan(0);
     state.release();
   });
 
@@ -234,7 +245,7 @@ describe.each(["webgpu", "wasm"])("outputs that a run has made on %s", (device) 
     const { outputs } = engine.manifest.encode!;
     for (const { name } of outputs) {
       module.unreadable = name;
-      await expect(engine.start(SOURCE, { rows: 1 })).rejects.toThrow(ModelFileError);
+      expect(await errorOf(engine.start(SOURCE, { rows: 1 }))).toBeInstanceOf(ModelFileError);
     }
     expect(outputs.length).toBeGreaterThan(1);
   });
@@ -246,16 +257,17 @@ describe.each(["webgpu", "wasm"])("outputs that a run has made on %s", (device) 
       const output = outputOf(name);
       return name === outputs[outputs.length - 1].name ? { ...output, dims: [2, ...output.dims.slice(1)] } : output;
     };
-    await expect(engine.start(SOURCE, { rows: 1 })).rejects.toThrow("is damaged: its graph returns");
+    expect((await errorOf(engine.start(SOURCE, { rows: 1 })))?.message).toContain("is damaged: its graph returns");
   });
 
-  test.skipIf(device === "wasm")("are released if the GPU reports an error", async () => {
+  const onGpu = device === "webgpu" ? test : undefined;
+  onGpu?.("are released if the GPU reports an error", async () => {
     module.held = [];
     const starting = engine.start(SOURCE, { rows: 1 });
     await untilHeld(module);
     devices[0].report("the buffer is invalid");
     module.resume();
-    await expect(starting).rejects.toThrow("the GPU refused a computation");
+    expect((await errorOf(starting))?.message).toContain("the GPU refused a computation");
   });
 });
 
