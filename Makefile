@@ -105,7 +105,7 @@ ON_PAGE = $(patsubst %,$(CURDIR)/build/page/%.onnx,g2p words languages elnino)
 
 web-demo: $(ON_PAGE:$(CURDIR)/%=%)
 	cd runtime/web && $(WITH_NODE) ONNXRUNTIME_NODE_INSTALL=skip npm ci --ignore-scripts --no-audit --no-fund
-	cd runtime/web && export $(WITH_NODE) && node demo/build.mjs $(ON_PAGE) && node demo/serve.mjs
+	cd runtime/web && export $(WITH_NODE) && node demo/build.mjs demo/dist $(ON_PAGE) && node demo/serve.mjs demo/dist
 
 # A built library is moved into its place: a process that has loaded the old one keeps it.
 KERNELS = runtime/kernels/tformer_kernels

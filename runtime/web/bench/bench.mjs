@@ -12,6 +12,7 @@ import { cpus, loadavg, tmpdir } from "node:os";
 import { extname, join, resolve } from "node:path";
 import { build } from "esbuild";
 import puppeteer from "puppeteer-core";
+import { median } from "./median.mjs";
 
 const HERE = import.meta.dirname;
 const REPOSITORY = resolve(HERE, "../../..");
@@ -55,11 +56,11 @@ function seededIds() {
 
 async function startProcess(engine, path) {
   const child = fork(join(HERE, "node_worker.mjs"), [engine, path, precision, device, String(threads)]);
-  const reply = () =>
-    new Promise((done, fail) => {
-      child.once("message", done);
-      child.once("exit", (code) => fail(new Error(`${engine} ended with code ${code}`)));
-    });
+  const ended = new Promise((_, fail) => {
+    child.once("exit", (code) => fail(new Error(`${engine} ended with code ${code}`)));
+  });
+  ended.catch(() => {}); // a request throws it; none waits at the end
+  const reply = () => Promise.race([new Promise((done) => child.once("message", done)), ended]);
   await reply();
   const run = (request) => {
     const result = reply();
@@ -150,12 +151,6 @@ function processorFlags() {
   const text = readFileSync("/proc/cpuinfo", "utf8");
   const flags = /^flags\s*:\s*(.*)$/m.exec(text)?.[1].split(" ") ?? [];
   return flags.filter((flag) => /^(avx2|fma|avx512f|avx512_vnni|avx_vnni|amx_int8)$/.test(flag));
-}
-
-function median(values) {
-  const sorted = [...values].sort((one, other) => one - other);
-  const middle = sorted.length / 2;
-  return sorted.length % 2 ? sorted[Math.floor(middle)] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
 const peerFolder = join(REPOSITORY, example.folder, name, "transformers.js");

@@ -1,17 +1,12 @@
 // Prints the results of bench.mjs as tables of Markdown (docs/benchmarks/web.md), and the sizes of what a page loads.
-import { existsSync, readFileSync } from "node:fs";
+import { existsSync, readdirSync, readFileSync } from "node:fs";
 import { join, resolve } from "node:path";
 import { gzipSync } from "node:zlib";
+import { median } from "./median.mjs";
 
 const HERE = import.meta.dirname;
 const results = JSON.parse(readFileSync(resolve(HERE, "../../../build/web-bench.json"), "utf8"));
 const PLACES = { node: "Node, native", wasm: "Node, WebAssembly", chromium: "Chromium" };
-
-function median(values) {
-  const sorted = [...values].sort((one, other) => one - other);
-  const middle = sorted.length / 2;
-  return sorted.length % 2 ? sorted[Math.floor(middle)] : (sorted[middle - 1] + sorted[middle]) / 2;
-}
 
 function number(value) {
   return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
@@ -62,13 +57,14 @@ console.log([...machines].join("\n"));
 const kilobytes = (...paths) =>
   paths.reduce((sum, path) => sum + gzipSync(readFileSync(path), { level: 9 }).length, 0) / 1e3;
 const bundle = join(HERE, "../dist/bundle");
-const atOnce = new Set();
-(function add(name) {
-  if (atOnce.has(name)) return;
-  atOnce.add(name);
+/** Return a script of the bundle and all that it imports. */
+function withImports(name, found = new Set()) {
+  if (found.has(name)) return found;
+  found.add(name);
   const text = readFileSync(join(bundle, name), "utf8");
-  for (const [, path] of text.matchAll(/(?:from|import)\s*"\.\/([^"]+\.js)"/g)) add(path);
-})("tformer.js");
+  for (const [, path] of text.matchAll(/(?:from|import)\s*"\.\/([^"]+\.js)"/g)) withImports(path, found);
+  return found;
+}
 const wasm = "ort-wasm-simd-threaded";
 const peer = join(HERE, "node_modules/@huggingface/transformers/dist/transformers.web.min.js");
 const ort = join(HERE, "node_modules/onnxruntime-web/dist");
@@ -76,11 +72,18 @@ const size = (label, scripts, binary) =>
   console.log(
     `${label}: scripts ${kilobytes(...scripts).toFixed(0)} kB, with WebAssembly ${kilobytes(...scripts, ...binary).toFixed(0)} kB (gzip)`,
   );
-size(
-  "tformer",
-  [...[...atOnce].map((name) => join(bundle, name)), join(bundle, `${wasm}.mjs`)],
-  [join(bundle, `${wasm}.wasm`)],
-);
+const gpuScript = readdirSync(bundle).find((name) => name.startsWith("webgpuSession"));
+for (const [label, kind, script] of [
+  ["tformer, for WebAssembly", wasm, "tformer.js"],
+  ["tformer, for WebGPU", `${wasm}.asyncify`, gpuScript],
+]) {
+  const names = [...withImports(script, withImports("tformer.js")), `${kind}.mjs`];
+  size(
+    label,
+    names.map((name) => join(bundle, name)),
+    [join(bundle, `${kind}.wasm`)],
+  );
+}
 if (existsSync(peer)) {
   const kind = "asyncify"; // the build that its default import loads
   size("transformers.js", [peer, join(ort, "ort.webgpu.bundle.min.mjs")], [join(ort, `${wasm}.${kind}.wasm`)]);

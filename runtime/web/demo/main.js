@@ -25,7 +25,8 @@ async function choose(demo, moves = true) {
   main.replaceChildren(element("h2", {}, demo.title), bar, note);
   if (moves) main.focus();
   try {
-    const model = await Model.load(`models/${demo.file}.onnx`, { signal, onProgress: ({ loaded, total }) => {
+    // The build copies the WebAssembly of this device alone.
+    const model = await Model.load(`models/${demo.file}.onnx`, { device: "wasm", signal, onProgress: ({ loaded, total }) => {
       if (total) [bar.max, bar.value] = [total, loaded];
       note.textContent = total ? `${megabytes(loaded)} of ${megabytes(total)} MB` : `${megabytes(loaded)} MB`;
     } });
@@ -77,7 +78,7 @@ function pronunciation(model, signal) {
     const output = element("p", { class: "text" }), drawing = element("div", {});
     result.replaceChildren(output, drawing);
     const draw = async (sounds) => {
-      if (sounds.length && hasAttentions(model)) drawing.replaceChildren(await alignment(model, word, sounds));
+      if (sounds.length && hasAttentions(model)) drawing.replaceChildren(await alignment(model, word, sounds, ended));
     };
     for await (const piece of model.stream(word, { signal: ended })) {
       output.append(piece);
@@ -97,8 +98,8 @@ function hasAttentions(model) {
 }
 
 /** Return the weights of the letters for each of the sounds so far. */
-async function alignment(model, word, sounds) {
-  const { data, shape: [tokens, positions] } = await model.align(word, sounds.join(" "));
+async function alignment(model, word, sounds, signal) {
+  const { data, shape: [tokens, positions] } = await model.align(word, sounds.join(" "), { signal });
   const letters = [...word];
   const source = Array.from({ length: positions }, (_, i) => letters[i] ?? "end");
   const rows = Array.from({ length: tokens }, (_, i) => [...data.subarray(i * positions, (i + 1) * positions)]);

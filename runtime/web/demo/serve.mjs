@@ -1,11 +1,11 @@
-// Serves demo/dist, or the folder DEMO, at http://127.0.0.1:8081, with the headers that threads need and a strict content
-// security policy. PORT: another port; 0 for a free one.
+// Serves a folder of demo/build.mjs at http://127.0.0.1:8081, with the headers that threads need and a strict content security
+// policy: node demo/serve.mjs [FOLDER]. PORT: another port; 0 for a free one.
 import { createHash } from "node:crypto";
 import { readFile } from "node:fs/promises";
 import { createServer } from "node:http";
-import { extname, join, normalize } from "node:path";
+import { extname, join, normalize, resolve } from "node:path";
 
-const DIST = process.env.DEMO ?? join(import.meta.dirname, "dist");
+const DIST = resolve(process.argv[2] ?? join(import.meta.dirname, "dist"));
 const PORT = Number(process.env.PORT ?? 8081);
 const TYPES = { ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css",
   ".svg": "image/svg+xml", ".wasm": "application/wasm" };

@@ -1,9 +1,17 @@
 /** Caches that outlive a request: a common prefix of many requests, and a conversation. */
 
-import { checkAborted, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { takeTurn } from "./base/eventLoop.js";
 import type { Generator } from "./decoding/generator.js";
 import type { GenerationOptions, Settings } from "./decoding/options.js";
-import { adapterInput, makeRequest, type PromptPrefix, type Request, type Result } from "./decoding/request.js";
+import {
+  adapterInput,
+  makeRequest,
+  releasedPrefixError,
+  type PromptPrefix,
+  type Request,
+  type Result,
+} from "./decoding/request.js";
 import { generateStream } from "./decoding/streaming.js";
 import type { Engine } from "./engine/engine.js";
 import type { State } from "./engine/state.js";
@@ -52,11 +60,7 @@ export class CachedPrefix {
     if (engine !== this.engine) {
       throw new InputError("the prefix was read by another model: read it with this one's cachePrefix()");
     }
-    if (this.state.released) {
-      throw new UnsupportedCallError(
-        "the prefix has been released and cannot be continued: read it again with cachePrefix()",
-      );
-    }
+    if (this.state.released) throw releasedPrefixError();
     return { state: this.state, tokenIds: this.ids };
   }
 
@@ -140,30 +144,33 @@ export class Chat {
       this.addTurn(message, ids, result);
       return result;
     } finally {
-      this.busy = false;
+      this.end();
     }
   }
 
   /** Remove the last turns. The cache of their common prefix with the next turn is reused. */
   rewind(turns = 1): void {
+    checkFree(false, this.busy);
     if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
       throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
     }
     this.turns.length -= turns;
   }
 
-  /** Free the memory. The conversation cannot continue. */
+  /** Free the memory, after the message that is being answered. The conversation cannot continue. */
   release(): void {
     this.released = true;
-    this.state?.release();
+    if (!this.busy) this.state?.release();
   }
 
   private begin(): void {
-    if (this.released) {
-      throw new UnsupportedCallError("the conversation has been released and cannot be continued: begin another");
-    }
-    if (this.busy) throw new UnsupportedCallError("the conversation is answering a message: await its end first");
+    checkFree(this.released, this.busy);
     this.busy = true;
+  }
+
+  private end(): void {
+    this.busy = false;
+    if (this.released) this.state?.release(); // a suspended run used it until now
   }
 
   private async alone<T>(work: () => Promise<T>): Promise<T> {
@@ -171,7 +178,7 @@ export class Chat {
     try {
       return await work();
     } finally {
-      this.busy = false;
+      this.end();
     }
   }
 
@@ -248,10 +255,18 @@ export class Chat {
   }
 }
 
+/** Throw UnsupportedCallError for a conversation that cannot take a message. */
+export function checkFree(released: boolean, busy: boolean): void {
+  if (released) {
+    throw new UnsupportedCallError("the conversation has been released and cannot be continued: begin another");
+  }
+  if (busy) throw new UnsupportedCallError("the conversation is answering a message: await its end first");
+}
+
 /** Add ids to the cache of a state with one row, a chunk per step. Throw AbortedError. */
 async function prefill(engine: Engine, state: State, ids: Int32Array, signal?: AbortSignal): Promise<void> {
   for (let begin = 0; begin < ids.length; begin += PREFILL_CHUNK_TOKENS) {
-    checkAborted(signal);
+    await takeTurn(signal);
     await engine.step(state, ids.subarray(begin, begin + PREFILL_CHUNK_TOKENS));
   }
 }

@@ -28,6 +28,7 @@ export {
   type GenerateOptions,
   type LoadOptions,
   type PredictOptions,
+  type ReadOptions,
 } from "./model.js";
 export type { Message, MessagePart, Tools } from "./preprocess/conversation.js";
 export type { Input, Value } from "./preprocess/inputs.js";

@@ -33,7 +33,7 @@ import type { ModelStore } from "./loading/store.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { ImageInput } from "./preprocess/images.js";
-import { Inputs, isMapping, type Input, type Value } from "./preprocess/inputs.js";
+import { Inputs, picturedPrompt, type Input, type Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
@@ -110,6 +110,15 @@ export type BatchOptions = CallOptions & {
   readonly prefix?: CachedPrefix;
 };
 
+/** Options of a call that reads given tokens. */
+export interface ReadOptions {
+  /** The name of the adapter to use, in a file with adapters. */
+  readonly adapter?: string;
+  readonly signal?: AbortSignal;
+}
+
+const READ_OPTIONS = ["adapter", "signal"];
+
 /** Options of `predict`. */
 export interface PredictOptions {
   /** Cut inputs that are too long, of a pair the longer text first; otherwise they throw InputError. */
@@ -184,7 +193,7 @@ export class Model {
     const { mapsWeights } = choice;
     const maxBytes = Math.min(options.maxBytes ?? Infinity, mapsWeights === "bytes" ? WASM_BYTES : Infinity);
     const source = await readSource(address, { signal, onProgress, store, maxBytes, verify, mapsWeights });
-    const engine = await Engine.open(source, await choice.backendFor(source));
+    const engine = await choice.open(source, (backend) => Engine.open(source, backend));
     try {
       return new Model(engine, await loadParts(engine));
     } catch (error) {
@@ -299,11 +308,8 @@ export class Model {
    * adapter: the adapter with which the prefix is read. Its requests must have the same one.
    * Throw UnsupportedCallError for a model with an encoder, which reads a source as a whole.
    */
-  async cachePrefix(
-    input: Input,
-    options: { readonly adapter?: string; readonly signal?: AbortSignal } = {},
-  ): Promise<CachedPrefix> {
-    checkNames(Object.keys(options), ["adapter", "signal"]);
+  async cachePrefix(input: Input, options: ReadOptions = {}): Promise<CachedPrefix> {
+    checkNames(Object.keys(options), READ_OPTIONS);
     this.mustBeDecoderOnly("prefix");
     const { sources, prompt } = this.inputs.generationInputs(input, true, false);
     const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
@@ -318,16 +324,8 @@ export class Model {
    * Throw UnsupportedCallError for a model that reads no pictures in its prompt.
    */
   picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
-    this.mustGenerate("read pictures");
-    const [name] = this.manifest.placeholders.keys();
-    if (name === undefined) {
-      throw new UnsupportedCallError(
-        `this model (${this.manifest.task}) reads no pictures in its prompt: leave out images`,
-      );
-    }
-    if (isMapping(prompt))
-      throw new InputError("the input is an object, which has its pictures already: leave out images");
-    return { [this.inputs.step]: prompt as Value, [name]: images };
+    if (this.disposed) throw closedError();
+    return picturedPrompt(this.manifest, prompt, images);
   }
 
   /**
@@ -337,8 +335,8 @@ export class Model {
    * target: text or ids. Without it a decoder-only model scores `source`; a first token with no start token before it is
    *     left out.
    */
-  async score(source: Input, target?: Value, options: { readonly adapter?: string } = {}): Promise<Float32Array> {
-    checkNames(Object.keys(options), ["adapter"]);
+  async score(source: Input, target?: Value, options: ReadOptions = {}): Promise<Float32Array> {
+    checkNames(Object.keys(options), READ_OPTIONS);
     this.mustGenerate("score");
     if (!takesPrompt(this.manifest) && target === undefined) {
       throw new InputError("score needs a source and a target for a model with an encoder");
@@ -348,7 +346,7 @@ export class Model {
     const ids = target === undefined ? [] : this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
     const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
     const { scoreTokens } = await import("./tasks/givenTokens.js");
-    const scores = await scoreTokens(this.engine, all, Int32Array.from([...prompt, ...ids]));
+    const scores = await scoreTokens(this.engine, all, Int32Array.from([...prompt, ...ids]), options.signal);
     return scores.slice(Math.max(known, 1) - 1);
   }
 
@@ -357,15 +355,16 @@ export class Model {
    *
    * Throw UnsupportedCallError for a file that was exported without cross-attention weights.
    */
-  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
-    checkNames(Object.keys(options), ["adapter"]);
+  async align(source: Input, target: Value, options: ReadOptions = {}): Promise<NumberArray> {
+    checkNames(Object.keys(options), READ_OPTIONS);
     this.extras(CROSS_ATTENTIONS);
     const { sources, prompt } = this.inputs.generationInputs(source);
     const ids = this.inputs.ids(this.inputs.step, target, { addSpecialTokens: false });
     const all = new Map([...sources, ...this.adapterInput(options.adapter)]);
     const { extraValues } = await import("./tasks/givenTokens.js");
     const read = Int32Array.from([...prompt, ...ids]).subarray(0, -1);
-    const { data, shape } = (await extraValues(this.engine, all, read, [CROSS_ATTENTIONS])).get(CROSS_ATTENTIONS)!;
+    const values = await extraValues(this.engine, all, read, [CROSS_ATTENTIONS], options.signal);
+    const { data, shape } = values.get(CROSS_ATTENTIONS)!;
     const first = Math.max(prompt.length, 1) - 1;
     return numberArray(data.slice(first * shape[1]), [shape[0] - first, shape[1]]);
   }
@@ -385,12 +384,8 @@ export class Model {
    * tokens, and then `target`. In a model with an encoder it has values only if there is a target.
    * Throw UnsupportedCallError for a file that was exported without hidden states.
    */
-  async hiddenStates(
-    source: Input,
-    target?: Value,
-    options: { readonly adapter?: string } = {},
-  ): Promise<Map<string, NumberArray>> {
-    checkNames(Object.keys(options), ["adapter"]);
+  async hiddenStates(source: Input, target?: Value, options: ReadOptions = {}): Promise<Map<string, NumberArray>> {
+    checkNames(Object.keys(options), READ_OPTIONS);
     const extras = this.extras(HIDDEN_STATES);
     const { decode } = this.manifest;
     if (target !== undefined && !decode) this.mustGenerate("read a target");
@@ -406,6 +401,7 @@ export class Model {
       all,
       read,
       extras.map(({ name }) => name),
+      options.signal,
     );
     const moduleNames = new Map(extras.map((extra) => [extra.name, moduleOf(extra)]));
     return new Map([...values].map(([name, value]) => [moduleNames.get(name)!, value]));
@@ -421,16 +417,17 @@ export class Model {
    */
   async attentions(
     input: Input,
-    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+    options: Omit<PredictOptions, "batchSize"> = {},
   ): Promise<{ weights: NumberArray; labels: string[] }> {
     const task = this.task("give attention");
     this.extras(ATTENTIONS);
-    const { truncate = false, adapter, ...settings } = options;
+    const { truncate = false, adapter, signal, ...settings } = options as PredictOptions;
     const checked = task.settings(settings);
     const sources = await task.singleRequest(input, this.inputs, task.truncates(truncate, checked), checked);
     const all = new Map([...sources, ...this.adapterInput(adapter)]);
     const { extraValues } = await import("./tasks/givenTokens.js");
-    const weights = (await extraValues(this.engine, all, new Int32Array(0), [ATTENTIONS])).get(ATTENTIONS)!;
+    const values = await extraValues(this.engine, all, new Int32Array(0), [ATTENTIONS], signal);
+    const weights = values.get(ATTENTIONS)!;
     return { weights, labels: this.inputs.positionLabels(sources, weights.shape[weights.shape.length - 1]) };
   }
 

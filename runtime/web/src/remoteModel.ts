@@ -1,18 +1,33 @@
 /** A model in a worker, with the calls of `Model`: the page stays free while it computes. */
 
 import type { NumberArray } from "./base/arrays.js";
-import { DeviceError, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import {
+  abortedError,
+  checkAborted,
+  DeviceError,
+  InputError,
+  OptionError,
+  UnsupportedCallError,
+} from "./base/errors.js";
 import { closedError } from "./backend/session.js";
-import type { CachedPrefix, CallOptions, Chat, ChatMessage, Turn } from "./chat.js";
-import type { Result } from "./decoding/request.js";
+import { checkFree, type CachedPrefix, type CallOptions, type Chat, type ChatMessage, type Turn } from "./chat.js";
+import { releasedPrefixError, type Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
 import { absoluteAddress, type ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
-import type { AttentionLabels, BatchOptions, GenerateOptions, LoadOptions, Model, PredictOptions } from "./model.js";
+import type {
+  AttentionLabels,
+  BatchOptions,
+  GenerateOptions,
+  LoadOptions,
+  Model,
+  PredictOptions,
+  ReadOptions,
+} from "./model.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { ImageInput } from "./preprocess/images.js";
-import type { Input, Value } from "./preprocess/inputs.js";
+import { picturedPrompt, type Input, type Value } from "./preprocess/inputs.js";
 import type { History } from "./preprocess/series.js";
 import type { Transcription } from "./tasks/speech.js";
 import type { Classification } from "./tasks/classification.js";
@@ -20,7 +35,7 @@ import type { Filled } from "./tasks/fillMask.js";
 import type { Answer } from "./tasks/questionAnswering.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import type { Span } from "./tasks/tokenClassification.js";
-import { Connection, type Port } from "./worker/connection.js";
+import { Connection, type OnLate, type Port } from "./worker/connection.js";
 import type { LoadCall, SentPrefix, SentTurn, SharedIterator } from "./worker/host.js";
 
 type Public<T> = Pick<T, keyof T>;
@@ -158,12 +173,12 @@ export class RemoteModel implements Public<Model> {
     return this.iterate("generateBatch", [inputs], options) as AsyncGenerator<Result>;
   }
 
-  async score(source: Input, target?: Value, options: { readonly adapter?: string } = {}): Promise<Float32Array> {
-    return (await this.plainCall("score", [sendable(source), target, options])) as Float32Array;
+  async score(source: Input, target?: Value, options: ReadOptions = {}): Promise<Float32Array> {
+    return (await this.call("score", [sendable(source), target], options)) as Float32Array;
   }
 
-  async align(source: Input, target: Value, options: { readonly adapter?: string } = {}): Promise<NumberArray> {
-    return (await this.plainCall("align", [sendable(source), target, options])) as NumberArray;
+  async align(source: Input, target: Value, options: ReadOptions = {}): Promise<NumberArray> {
+    return (await this.call("align", [sendable(source), target], options)) as NumberArray;
   }
 
   async labels(source: Input, result: Pick<Result, "tokenIds" | "crossAttentions">): Promise<AttentionLabels> {
@@ -171,20 +186,16 @@ export class RemoteModel implements Public<Model> {
     return (await this.plainCall("labels", [sendable(source), { tokenIds, crossAttentions }])) as AttentionLabels;
   }
 
-  async hiddenStates(
-    source: Input,
-    target?: Value,
-    options: { readonly adapter?: string } = {},
-  ): Promise<Map<string, NumberArray>> {
-    const values = await this.plainCall("hiddenStates", [sendable(source), target, options]);
+  async hiddenStates(source: Input, target?: Value, options: ReadOptions = {}): Promise<Map<string, NumberArray>> {
+    const values = await this.call("hiddenStates", [sendable(source), target], options);
     return values as Map<string, NumberArray>;
   }
 
   async attentions(
     input: Input,
-    options: Omit<PredictOptions, "batchSize" | "signal"> = {},
+    options: Omit<PredictOptions, "batchSize"> = {},
   ): Promise<{ weights: NumberArray; labels: string[] }> {
-    const found = await this.plainCall("attentions", [sendable(input), options]);
+    const found = await this.call("attentions", [sendable(input)], options);
     return found as { weights: NumberArray; labels: string[] };
   }
 
@@ -195,23 +206,15 @@ export class RemoteModel implements Public<Model> {
     return (await this.plainCall("prompt", [messages, options])) as Input;
   }
 
-  async cachePrefix(
-    input: Input,
-    options: { readonly adapter?: string; readonly signal?: AbortSignal } = {},
-  ): Promise<CachedPrefix> {
-    const number = (await this.call("cachePrefix", [sendable(input)], options)) as number;
+  async cachePrefix(input: Input, options: ReadOptions = {}): Promise<CachedPrefix> {
+    const release = (number: unknown) => this.release(number as number);
+    const number = (await this.call("cachePrefix", [sendable(input)], options, {}, release)) as number;
     return new RemotePrefix(this, number) as unknown as CachedPrefix;
   }
 
   picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
     if (this.closed) throw closedError();
-    const [name] = this.manifest.placeholders.keys();
-    if (name === undefined) {
-      throw new UnsupportedCallError(
-        `this model (${this.manifest.task}) reads no pictures in its prompt: leave out images`,
-      );
-    }
-    return { [this.manifest.decode!.step.name]: prompt as Value, [name]: images };
+    return picturedPrompt(this.manifest, prompt, images);
   }
 
   chat(options: { readonly system?: string } = {}): Chat {
@@ -265,13 +268,26 @@ export class RemoteModel implements Public<Model> {
   }
 
   /** Call a method of the model, or of a conversation, whose last argument is options with a signal. */
-  async call(method: string, args: readonly unknown[], options: AnyOptions, target = 0): Promise<unknown> {
+  async call(
+    method: string,
+    args: readonly unknown[],
+    options: AnyOptions,
+    { number = 0, turns }: Partial<KnownChat> = {},
+    onLate?: OnLate,
+  ): Promise<unknown> {
     const { signal, ...rest } = options;
-    return this.connection.call("call", [target, method, args, this.sentOptions(rest)], signal);
+    const own = this.sentOptions(rest);
+    const target = typeof number === "number" ? number : await unlessAborted(number, signal);
+    return this.connection.call("call", [target, method, args, own, turns], signal, onLate);
   }
 
   async plainCall(method: string, args: readonly unknown[], target = 0): Promise<unknown> {
     return this.connection.call("call", [target, method, args]);
+  }
+
+  /** Free a conversation or a prefix of the worker. A closed model has nothing to free. */
+  release(number: number): void {
+    this.plainCall("release", [], number).catch(() => {});
   }
 
   /** Yield the values of an iterator of the model, or of a conversation. It begins with the first value. */
@@ -279,14 +295,15 @@ export class RemoteModel implements Public<Model> {
     method: string,
     args: readonly unknown[],
     options: AnyOptions,
-    target: number | Promise<number> = 0,
+    { number = 0, turns }: Partial<KnownChat> = {},
   ): AsyncGenerator<unknown, unknown> {
     const { signal, ...rest } = options;
     const own = this.sentOptions(rest);
+    const target = typeof number === "number" ? number : await unlessAborted(number, signal);
     const sent = args.map((one) => this.shared(one));
-    const call = [await target, method, sent, own];
-    const number = (await this.connection.call("iterate", call, signal)) as number;
-    return yield* this.connection.values(number, signal);
+    const end = (late: unknown) => void this.connection.call("iterator.return", [late]).catch(() => {});
+    const iterator = await this.connection.call("iterate", [target, method, sent, own, turns], signal, end);
+    return yield* this.connection.values(iterator as number, signal);
   }
 
   /** Return options as they are sent: a cached prefix is the number of that in the worker. */
@@ -312,8 +329,32 @@ export class RemoteModel implements Public<Model> {
   }
 }
 
+/** A conversation of the worker: its number, and the turns that the page knows. */
+interface KnownChat {
+  readonly number: number | Promise<number>;
+  readonly turns: number;
+}
+
+/** Return the value of a promise. Throw AbortedError if the signal is aborted before it comes. */
+async function unlessAborted<T>(value: Promise<T>, signal: AbortSignal | undefined): Promise<T> {
+  checkAborted(signal);
+  if (!signal) return value;
+  let abort = () => {};
+  const aborted = new Promise<never>((_, reject) => {
+    abort = () => reject(abortedError(signal));
+    signal.addEventListener("abort", abort);
+  });
+  try {
+    return await Promise.race([value, aborted]);
+  } finally {
+    signal.removeEventListener("abort", abort);
+  }
+}
+
 /** A cached prefix of a model in a worker. */
 class RemotePrefix implements Pick<CachedPrefix, "release"> {
+  private released = false;
+
   constructor(
     private readonly model: RemoteModel,
     private readonly number: number,
@@ -321,12 +362,16 @@ class RemotePrefix implements Pick<CachedPrefix, "release"> {
 
   /** Return what stands for the prefix in a message of a model. */
   sent(model: RemoteModel): SentPrefix {
-    if (model === this.model) return { cachedPrefix: this.number };
-    throw new InputError("the prefix was read by another model: read it with this one's cachePrefix()");
+    if (model !== this.model) {
+      throw new InputError("the prefix was read by another model: read it with this one's cachePrefix()");
+    }
+    if (this.released) throw releasedPrefixError();
+    return { cachedPrefix: this.number };
   }
 
   release(): void {
-    this.model.plainCall("release", [], this.number).catch(() => {}); // a closed model has nothing to free
+    if (!this.released) this.model.release(this.number);
+    this.released = true;
   }
 }
 
@@ -334,6 +379,7 @@ class RemotePrefix implements Pick<CachedPrefix, "release"> {
 class RemoteChat implements Public<Chat> {
   readonly turns: Turn[] = [];
   private released = false;
+  private busy = false;
 
   constructor(
     private readonly model: RemoteModel,
@@ -341,35 +387,52 @@ class RemoteChat implements Public<Chat> {
   ) {}
 
   async send(message: ChatMessage, options: CallOptions = {}): Promise<Result> {
-    const turn = (await this.model.call("send", [message], options, await this.number)) as SentTurn;
-    return this.added(message, turn);
+    const known = this.begin();
+    try {
+      return this.added(message, (await this.model.call("send", [message], options, known)) as SentTurn);
+    } finally {
+      this.end();
+    }
   }
 
   async *stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
-    const turn = yield* this.model.iterate("stream", [message], options, this.number) as AsyncGenerator<
-      string,
-      SentTurn
-    >;
-    return this.added(message, turn);
+    const known = this.begin();
+    try {
+      const pieces = this.model.iterate("stream", [message], options, known) as AsyncGenerator<string, SentTurn>;
+      return this.added(message, yield* pieces);
+    } finally {
+      this.end();
+    }
+  }
+
+  /** Throw UnsupportedCallError as `Chat` does: the worker may have an answer that this side does not know yet. */
+  private begin(): KnownChat {
+    if (!this.model.disposed) checkFree(this.released, this.busy); // the calls of a closed model have an error of their own
+    this.busy = true;
+    return { number: this.number, turns: this.turns.length };
+  }
+
+  private end(): void {
+    this.busy = false;
+    if (this.released) this.free();
   }
 
   rewind(turns = 1): void {
+    checkFree(false, this.busy);
     if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
       throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
     }
-    this.turns.length -= turns;
-    this.post("rewind", [turns]);
+    this.turns.length -= turns; // the next message says how many are left
   }
 
   release(): void {
     if (this.released) return;
     this.released = true;
-    this.post("release", []);
+    if (!this.busy) this.free();
   }
 
-  private post(method: string, args: readonly unknown[]): void {
-    // Messages arrive in their order, so that the next call comes after this one. A closed model has nothing to free.
-    this.number.then((number) => this.model.plainCall(method, args, number)).catch(() => {});
+  private free(): void {
+    this.number.then((number) => this.model.release(number)).catch(() => {}); // it may never have begun
   }
 
   private added(message: ChatMessage, { result, ids }: SentTurn): Result {

@@ -1,7 +1,7 @@
 /** The page of `make web-demo` in Chromium: each form, offline the second time, under the policy of its server. */
 
-import { execFileSync, spawn, type ChildProcess } from "node:child_process";
-import { copyFileSync, mkdtempSync, rmSync } from "node:fs";
+import { execFileSync, spawn, spawnSync, type ChildProcess } from "node:child_process";
+import { copyFileSync, mkdtempSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import puppeteer, { type Browser, type Page } from "puppeteer-core";
@@ -16,8 +16,9 @@ const HANG_MS = 60_000;
 
 /** Start the server of the page. */
 async function serve(folder: string, port = 0): Promise<{ server: ChildProcess; address: string }> {
-  const env = { ...process.env, DEMO: folder, PORT: String(port) };
-  const server = spawn(process.execPath, [join(DEMO, "serve.mjs")], { env, stdio: ["ignore", "pipe", "inherit"] });
+  const env = { ...process.env, PORT: String(port) };
+  const args = [join(DEMO, "serve.mjs"), folder];
+  const server = spawn(process.execPath, args, { env, stdio: ["ignore", "pipe", "inherit"] });
   const address = await new Promise<string>((done, fail) => {
     server.stdout.on("data", (data: Buffer) => {
       const [found] = /http:\/\/\S+/.exec(String(data)) ?? [];
@@ -34,6 +35,26 @@ async function end(server: ChildProcess): Promise<void> {
   server.kill();
   await ended;
 }
+
+test("a build clears a folder of its own, and refuses one with other files", () => {
+  const folder = mkdtempSync(join(tmpdir(), "tformer-demo-"));
+  const run = () => spawnSync(process.execPath, [join(DEMO, "build.mjs"), folder], { encoding: "utf8" });
+  try {
+    expect(run().status).toBe(0);
+    writeFileSync(join(folder, "models/old.onnx"), "");
+    expect(run().status).toBe(0);
+    expect(readdirSync(join(folder, "models"))).toEqual([]);
+    expect(readdirSync(folder)).toContain("service-worker.js");
+    for (const name of readdirSync(folder)) rmSync(join(folder, name), { recursive: true });
+    writeFileSync(join(folder, "thesis.txt"), "");
+    const { status, stderr } = run();
+    expect(status).toBe(1);
+    expect(stderr).toMatch(/has files of something else: choose an empty folder/);
+    expect(readdirSync(folder)).toEqual(["thesis.txt"]);
+  } finally {
+    rmSync(folder, { recursive: true });
+  }
+});
 
 describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
   const models: Partial<Record<keyof typeof FILES, Model>> = {}; // the same files in Node: their results are expected
@@ -52,7 +73,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
       return copy;
     });
     const dist = join(folder, "dist");
-    execFileSync(process.execPath, [join(DEMO, "build.mjs"), ...copies], { env: { ...process.env, DEMO: dist } });
+    execFileSync(process.execPath, [join(DEMO, "build.mjs"), dist, ...copies]);
     ({ server, address } = await serve(dist));
     for (const name of Object.keys(FILES) as (keyof typeof FILES)[]) {
       models[name] = await Model.load(join(folder, `${name}.onnx`), { device: "wasm", threads: 1 });

@@ -43,6 +43,11 @@ function compare(found: Result, expected: Expected): void {
   found.alternatives.forEach((one, i) => compare(one, expected.alternatives[i]));
 }
 
+function compareAll(found: readonly Result[], expected: readonly Expected[]): void {
+  expect(found.length).toBe(expected.length);
+  found.forEach((result, i) => compare(result, expected[i]));
+}
+
 async function all<T>(values: AsyncIterable<T>): Promise<T[]> {
   const list: T[] = [];
   for await (const value of values) list.push(value);
@@ -66,18 +71,20 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       const { data, shape } = sources.get("pixel_values")!;
       expect(shape).toEqual(one.pixels[i].shape);
       const expected = golden.array(one.pixels[i]);
+      expect(data.length).toBe(expected.length);
       expect(data.every((value, k) => Math.abs(value - expected[k]) < 1e-6)).toBe(true);
     });
 
     for (const [options, expected] of one.runs) {
       const own = Object.fromEntries(Object.entries(options).map(([name, value]) => [camelCase(name), value]));
-      (await all(model.generateBatch(inputs, own))).forEach((result, i) => compare(result, expected[i]));
+      compareAll(await all(model.generateBatch(inputs, own)), expected);
       if (own["seed"] !== undefined) continue; // a sample depends on the number of its input
       const [text, places] = one.prompts[3];
       compare(await model.generate(text, { ...own, images: picked(places) }), expected[3]);
     }
     for (const [i, input] of inputs.entries()) {
       const scores = await model.score(input, "abc");
+      expect(scores.length).toBe(one.scores[i].length);
       scores.forEach((score, k) => expect(Math.abs(score - one.scores[i][k])).toBeLessThan(1e-4));
     }
     const [text, places] = one.prompts[0];
@@ -86,7 +93,7 @@ describe.each(["node", "wasm"])("on %s", (device) => {
 
     const prefix = await model.cachePrefix(model.picturedPrompt("what <image> is", [images[0]]));
     const continued = await all(model.generateBatch([" it", "?", " now"], { prefix, maxNewTokens: 7 }));
-    continued.forEach((result, i) => compare(result, one.continued[i]));
+    compareAll(continued, one.continued);
     await expect(model.generate("<image>", { prefix, images: [images[0]] })).rejects.toThrow(
       "pixel_values cannot follow a cached prefix",
     );

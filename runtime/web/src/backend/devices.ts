@@ -1,6 +1,6 @@
 /** The devices of this runtime, and the choice among them. */
 
-import { DeviceError } from "../base/errors.js";
+import { DeviceError, OutOfMemoryError } from "../base/errors.js";
 import { shown } from "../base/validation.js";
 import { manifestOf, readingFile, readMetadata } from "../format/modelFile.js";
 import { largestWeight } from "../format/onnxGraph.js";
@@ -20,53 +20,63 @@ async function nodeBackend(threads: number | undefined): Promise<Backend> {
   return (await import("./nodeSession.js")).nodeBackend(threads); // no page needs its code
 }
 
+interface NamedBytes {
+  readonly name: string;
+  readonly bytes: Uint8Array;
+}
+
 /** The device for a file that is still to be read. */
 export interface DeviceChoice {
   readonly mapsWeights: Backend["mapsWeights"];
-  /** Return the backend for the file. Throw DeviceError for one that the device cannot run. */
-  backendFor(file: { readonly name: string; readonly bytes: Uint8Array }): Promise<Backend>;
+  /** Open the file with a backend for it. Throw DeviceError for one that the device cannot run, and the errors of `open`. */
+  open<T>(file: NamedBytes, open: (backend: Backend) => Promise<T>): Promise<T>;
 }
 
 /**
  * Choose the device for a file.
  *
  * device: "auto" is "node" in Node if onnxruntime-node is installed. In browsers it is "webgpu" for a file that suits it,
- *     if the browser has a GPU and no address of a WebAssembly file is given, and else "wasm".
+ *     if the browser has a GPU and no address of a WebAssembly file is given, and else "wasm". So is it for a file that the
+ *     GPU refuses, or has no memory for.
  * Throw DeviceError for a device that does not exist or is not available, MissingExtraError without onnxruntime-node.
  */
 export async function chooseDevice(device: string, options: WasmOptions): Promise<DeviceChoice> {
   if (device === "webgpu") {
     if (isNode()) throw new DeviceError("device webgpu is for browsers: choose node or wasm");
     const gpu = await gpuOf(options);
-    return { mapsWeights: "bytes", backendFor: async (file) => gpu.backendFor(needsOf(file)) };
+    return { mapsWeights: "bytes", open: async (file, open) => open(await gpu.backendFor(needsOf(file))) };
   }
   if (device === "auto" && !isNode() && navigator.gpu && !options.wasmUrl && !options.wasmBinary) {
     const gpu = await gpuOf(options).catch(() => undefined);
-    if (gpu && !gpu.isSoftware) return { mapsWeights: "bytes", backendFor: (file) => gpuOrWasm(gpu, file, options) };
+    if (gpu && !gpu.isSoftware) {
+      return { mapsWeights: "bytes", open: (file, open) => openOnGpuOrWasm(gpu, file, options, open) };
+    }
   }
   const backend = await backendOf(device, options);
-  return { mapsWeights: backend.mapsWeights, backendFor: async () => backend };
+  return { mapsWeights: backend.mapsWeights, open: (_, open) => open(backend) };
 }
 
 async function gpuOf(options: WasmOptions): Promise<GpuChoice> {
   return (await import("./webgpuSession.js")).GpuChoice.find(options); // most pages need no code of it
 }
 
-async function gpuOrWasm(
-  gpu: GpuChoice,
-  file: { readonly name: string; readonly bytes: Uint8Array },
+/** Open a file on the GPU; in WebAssembly if the GPU refuses it or has no memory for it. */
+export async function openOnGpuOrWasm<T>(
+  gpu: Pick<GpuChoice, "backendFor">,
+  file: NamedBytes,
   options: WasmOptions,
-): Promise<Backend> {
+  open: (backend: Backend) => Promise<T>,
+): Promise<T> {
   try {
-    return await gpu.backendFor(needsOf(file));
+    return await open(await gpu.backendFor(needsOf(file)));
   } catch (error) {
-    if (!(error instanceof DeviceError)) throw error;
-    return wasmBackend(options);
+    if (!(error instanceof DeviceError || error instanceof OutOfMemoryError)) throw error;
+    return open(await wasmBackend(options));
   }
 }
 
 /** Return the facts of a file on which it depends whether a GPU can run it. */
-function needsOf({ name, bytes }: { readonly name: string; readonly bytes: Uint8Array }) {
+function needsOf({ name, bytes }: NamedBytes) {
   return readingFile(name, () => ({
     name,
     manifest: manifestOf(readMetadata(bytes)),

@@ -1,5 +1,6 @@
 /** The GPU: its adapter, its limits, and the device that sessions compute on. */
 
+import { itemBytes, sizeOf } from "../base/arrays.js";
 import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 
@@ -24,6 +25,7 @@ const LIMITS = [
 const FEATURES = ["shader-f16"] as const;
 const HALF = "shader-f16";
 
+const COPY_ALIGNMENT_BYTES = 4; // of copies between buffers
 const BUFFER_USAGE = 0x80 | 0x04 | 0x08; // GPUBufferUsage.STORAGE, COPY_SRC and COPY_DST
 
 /** The facts of a model file on which it depends whether a GPU can run it. */
@@ -70,6 +72,16 @@ export function checkSuits(adapter: GPUAdapter, { name, manifest, largestWeight 
         "choose device wasm, or export a smaller or quantised model",
     );
   }
+  for (const { past, dtype, shape } of manifest.decode?.caches ?? []) {
+    const inner = shape.slice(shape.findLastIndex((size) => typeof size === "string") + 1).map(Number);
+    const bytes = sizeOf(inner) * itemBytes(dtype);
+    if (bytes % COPY_ALIGNMENT_BYTES) {
+      throw new DeviceError(
+        `${name} cannot run on webgpu: a token of its cache ${past} has ${bytes} bytes, no multiple of ` +
+          `${COPY_ALIGNMENT_BYTES}, so that buffers cannot be copied in parts: choose device wasm`,
+      );
+    }
+  }
 }
 
 function maxTensorBytes(limits: GPUSupportedLimits): number {
@@ -95,11 +107,13 @@ export class Gpu {
   readonly lost: Promise<never>;
   isLost = false;
   private error: TformerError | undefined; // the first that no call has thrown
+  private reason: string | undefined; // why it was destroyed
 
   constructor(readonly device: GPUDevice) {
     this.lost = device.lost.then(({ message }) => {
       this.isLost = true;
-      throw new DeviceError(`the GPU was lost (${message || "the browser gives no reason"}): load the model again`);
+      const reason = this.reason ?? (message || "the browser gives no reason");
+      throw new DeviceError(`the GPU was lost (${reason}): load the model again`);
     });
     this.lost.catch(() => {}); // a run throws it
     device.addEventListener("uncapturederror", (event) => {
@@ -117,6 +131,13 @@ export class Gpu {
     } catch (error) {
       throw new DeviceError(`device webgpu is not available: ${String(error)}`, undefined, error);
     }
+  }
+
+  /** Free the device and its buffers. Calls that come later are those of a lost device. */
+  destroy(reason: string): void {
+    this.reason ??= reason;
+    this.isLost = true;
+    this.device.destroy();
   }
 
   /** Return a buffer of zeros. Throw OutOfMemoryError for one that the GPU cannot bind. */

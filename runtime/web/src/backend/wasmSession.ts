@@ -103,13 +103,16 @@ let loading: Promise<Heap> | undefined;
 /** Return the backend. The first call loads the module, and its options hold for all later ones. */
 export async function wasmBackend(options: WasmOptions = {}): Promise<Backend & { readonly heapBytes: number }> {
   checkThreads(options.threads);
-  loading ??= loadHeap(options, () => import("onnxruntime-web/ort-wasm-simd-threaded.mjs" as string));
+  const own = (loading ??= loadHeap(options, () => import("onnxruntime-web/ort-wasm-simd-threaded.mjs" as string)));
+  const forget = () => {
+    if (loading === own) loading = undefined; // and not a module that was loaded since
+  };
   try {
-    const heap = await loading;
-    heap.onTrap = () => (loading = undefined); // its memory is in no known state: another one is loaded
+    const heap = await own;
+    heap.onTrap = forget; // its memory is in no known state: another one is loaded
     return new WasmBackend(heap);
   } catch (error) {
-    loading = undefined; // a later call may have a better address
+    forget(); // a later call may have a better address
     if (error instanceof DeviceError) throw error;
     throw new DeviceError(`device wasm is not available: ${String(error instanceof Error ? error.message : error)}`);
   }
@@ -404,7 +407,7 @@ export class WasmBinding implements Binding {
 
   run(): void | Promise<void> {
     const { module } = this.heap;
-    for (const i of this.allocated) module.setValue(this.outputsPlace + POINTER_BYTES * i, 0, "*");
+    this.releaseOutputs();
     const session = this.session.handle;
     try {
       const code = module._OrtRun(
@@ -417,11 +420,33 @@ export class WasmBinding implements Binding {
         this.outputsPlace,
         0,
       );
-      if (typeof code !== "number") return code.then((late) => this.check(late));
-      this.check(code);
+      if (typeof code === "number") {
+        this.check(code);
+        return;
+      }
+      const fail = (error: unknown) => {
+        throw this.heap.errorOf(error, this.name);
+      };
+      return code.then((late) => this.check(late), fail);
     } catch (error) {
       throw this.heap.errorOf(error, this.name);
     }
+  }
+
+  /** Release the outputs of the latest run that no call has taken, such as those of a run that failed later. */
+  protected releaseOutputs(): void {
+    for (const i of this.allocated) {
+      const handle = this.takeOutput(i);
+      if (handle) this.heap.module._OrtReleaseTensor(handle);
+    }
+  }
+
+  /** Return the handle of an output, which is the caller's from then on; 0 if it was taken. */
+  private takeOutput(i: number): number {
+    const place = this.outputsPlace + POINTER_BYTES * i;
+    const handle = this.heap.pointerAt(place);
+    this.heap.module.setValue(place, 0, "*");
+    return handle;
   }
 
   private check(code: number): void {
@@ -430,7 +455,7 @@ export class WasmBinding implements Binding {
 
   output(name: string): Tensor {
     const { module } = this.heap;
-    const handle = this.heap.pointerAt(this.outputsPlace + POINTER_BYTES * this.outputNames.indexOf(name));
+    const handle = this.takeOutput(this.outputNames.indexOf(name));
     const stack = module.stackSave();
     const place = module.stackAlloc(4 * POINTER_BYTES);
     try {
@@ -460,7 +485,9 @@ export class WasmBinding implements Binding {
   }
 
   dispose(): void {
-    if (this.place) this.heap.module._free(this.place);
+    if (!this.place) return;
+    this.releaseOutputs();
+    this.heap.module._free(this.place);
     this.place = 0;
   }
 }

@@ -9,7 +9,7 @@
  */
 
 import { itemBytes, sizeOf, type Dtype } from "../base/arrays.js";
-import { DeviceError, ModelFileError } from "../base/errors.js";
+import { DeviceError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 import { checkSuits, Gpu, isSoftware, requestAdapter, type BufferCopy, type GpuNeeds } from "./gpuDevice.js";
 import {
@@ -70,7 +70,6 @@ interface GpuModule extends OrtModule {
 }
 
 const LOCATION_GPU_BUFFER = 4; // of onnxruntime-web/lib/wasm/wasm-common.ts
-const COPY_ALIGNMENT_BYTES = 4; // of copies between buffers
 const LOSS_NOTICE_MS = 50;
 
 /** A module and its GPU. */
@@ -111,11 +110,9 @@ export class GpuChoice {
   /** Return the backend for a file. Throw DeviceError for one that this GPU cannot run. */
   async backendFor(needs: GpuNeeds): Promise<WebGpuBackend> {
     checkSuits(this.adapter, needs);
-    loading ??= load(this.adapter, this.options);
     try {
-      return new WebGpuBackend(await loading);
+      return new WebGpuBackend(await sharedRuntime(this.adapter, this.options));
     } catch (error) {
-      loading = undefined; // a later call may have a better address
       if (error instanceof DeviceError) throw error;
       throw new DeviceError(
         `device webgpu is not available: ${String(error instanceof Error ? error.message : error)}`,
@@ -126,21 +123,46 @@ export class GpuChoice {
   }
 }
 
-async function load(adapter: GPUAdapter, options: WasmOptions): Promise<Runtime> {
+/** Return the runtime of all models. After a failure, a trap, or the loss of its GPU the next model gets another one. */
+function sharedRuntime(adapter: GPUAdapter, options: WasmOptions): Promise<Runtime> {
+  if (loading) return loading;
+  const forget = () => {
+    if (loading === own) loading = undefined; // and not a runtime that was loaded since
+  };
+  const own = load(adapter, options, forget);
+  own.catch(forget); // a later call may have a better address
+  return (loading = own);
+}
+
+async function load(adapter: GPUAdapter, options: WasmOptions, forget: () => void): Promise<Runtime> {
   const script = () => import("onnxruntime-web/ort-wasm-simd-threaded.asyncify.mjs" as string);
   const threads = options.threads ?? 1; // few operators run on the CPU
-  const [gpu, heap] = await Promise.all([Gpu.of(adapter), loadHeap({ ...options, threads }, script)]);
-  const module = heap.module as GpuModule;
-  const forget = () => (loading = undefined); // the next model gets another device
-  heap.onTrap = forget;
-  gpu.lost.catch(forget);
-  module.asyncInit();
-  module.webgpuInit(() => {});
-  return { heap, module, gpu, turns: new Turns(gpu), sessions: new Set() };
+  const opening = Gpu.of(adapter);
+  try {
+    const [gpu, heap] = await Promise.all([opening, loadHeap({ ...options, threads }, script)]);
+    const module = heap.module as GpuModule;
+    const turns = new Turns(gpu);
+    heap.onTrap = () => {
+      forget();
+      turns.hasTrapped = true;
+    };
+    gpu.lost.catch(forget);
+    module.asyncInit();
+    module.webgpuInit(() => {});
+    return { heap, module, gpu, turns, sessions: new Set() };
+  } catch (error) {
+    opening.then(
+      (gpu) => gpu.destroy("its WebAssembly could not be loaded"),
+      () => {},
+    );
+    throw error;
+  }
 }
 
 /** The calls that the module may suspend, one after the other. */
 class Turns {
+  /** Whether the module is in no known state. */
+  hasTrapped = false;
   private last: Promise<unknown> = Promise.resolve();
   private fail = (_: unknown) => {}; // ends the call whose turn it is
 
@@ -160,6 +182,7 @@ class Turns {
       } catch (error) {
         // What fails because the GPU is lost may fail before the browser says so.
         await Promise.race([this.gpu.lost, new Promise((resolve) => setTimeout(resolve, LOSS_NOTICE_MS))]);
+        if (this.hasTrapped) this.gpu.destroy("its WebAssembly has failed"); // which ends the calls that wait
         throw error;
       }
     });
@@ -192,7 +215,6 @@ export class WebGpuBackend extends WasmBackend {
   }
 
   override async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
-    checkAlignment(manifest, name);
     const { runtime } = this;
     const { module, gpu, turns, sessions } = runtime;
     const handle = await turns.take(async () => {
@@ -232,19 +254,6 @@ export class WebGpuBackend extends WasmBackend {
       );
     } finally {
       module._free(place);
-    }
-  }
-}
-
-/** Throw ModelFileError for caches whose parts no copy between buffers can begin at. */
-function checkAlignment(manifest: Manifest, name: string): void {
-  for (const { past, dtype, shape } of manifest.decode?.caches ?? []) {
-    const inner = shape.slice(shape.findLastIndex((size) => typeof size === "string") + 1).map(Number);
-    if ((sizeOf(inner) * itemBytes(dtype)) % COPY_ALIGNMENT_BYTES) {
-      throw new ModelFileError(
-        `${name} cannot run on webgpu: a token of its cache ${past} has ${sizeOf(inner) * itemBytes(dtype)} bytes, no ` +
-          `multiple of ${COPY_ALIGNMENT_BYTES}: choose device wasm`,
-      );
     }
   }
 }
@@ -388,6 +397,7 @@ class WebGpuBinding extends WasmBinding {
     const { heap, runtime, session } = this;
     const { module } = runtime;
     const { handle } = session;
+    this.releaseOutputs();
     const binding = module._OrtCreateBinding(handle);
     try {
       if (!binding) throw new Error(heap.lastError());

@@ -98,7 +98,12 @@ function shortened(text: string, length: number): string {
   return `${text.slice(0, (length * 3) / 4)} … ${text.slice(-length / 5)}`;
 }
 
+/** Return the error of a call that its signal ended. */
+export function abortedError(signal: AbortSignal): AbortedError {
+  return new AbortedError("the call was aborted by its signal", undefined, signal.reason);
+}
+
 /** Throw AbortedError if the signal is aborted. */
 export function checkAborted(signal: AbortSignal | undefined): void {
-  if (signal?.aborted) throw new AbortedError("the call was aborted by its signal", undefined, signal.reason);
+  if (signal?.aborted) throw abortedError(signal);
 }

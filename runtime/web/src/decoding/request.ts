@@ -2,7 +2,7 @@
 
 import { ADAPTER_INPUT, adapterNumber, type Manifest } from "../format/manifest.js";
 import { numberArray, type NumberArray } from "../base/arrays.js";
-import { InputError, OptionError } from "../base/errors.js";
+import { InputError, OptionError, UnsupportedCallError } from "../base/errors.js";
 import { shown } from "../base/validation.js";
 import type { State } from "../engine/state.js";
 import type { Sources } from "../format/sizes.js";
@@ -61,6 +61,13 @@ export interface Request {
   /** The number of last ids of the prompt with which the result begins. */
   readonly prefixTokens: number;
   readonly cachedPrefix?: PromptPrefix;
+}
+
+/** Return the error of a call with a cached prefix after its release. */
+export function releasedPrefixError(): UnsupportedCallError {
+  return new UnsupportedCallError(
+    "the prefix has been released and cannot be continued: read it again with cachePrefix()",
+  );
 }
 
 /** Return the input that chooses an adapter; empty for a file without adapters. Throw OptionError for another name. */

@@ -6,7 +6,7 @@
  * other tasks of the batch.
  */
 
-import { checkAborted } from "../base/errors.js";
+import { takeTurn } from "../base/eventLoop.js";
 import type { Engine } from "../engine/engine.js";
 import { isIdentity } from "../engine/rowMoves.js";
 import type { Shortlist } from "../engine/shortlist.js";
@@ -24,9 +24,6 @@ import { TokenSearch } from "./tokenSearch.js";
 
 /** The maximum number of padded prompt and source positions that one call computes before the first token. */
 export const MAX_PREFILL_POSITIONS = 4096;
-const MAX_BUSY_MS = 12; // without a turn of the event loop
-
-let lastTurn = 0; // of the event loop, which all schedulers share: each may be done in less time
 
 export class Scheduler {
   private state: State | undefined;
@@ -49,12 +46,7 @@ export class Scheduler {
 
   /** Decode one token for every row. Throw AbortedError if the signal of the call is aborted. */
   async step(): Promise<void> {
-    checkAborted(this.signal);
-    if (performance.now() - lastTurn > MAX_BUSY_MS) {
-      await turnOfEventLoop(); // so that a page stays alive and can abort
-      lastTurn = performance.now();
-      checkAborted(this.signal);
-    }
+    await takeTurn(this.signal);
     if (!this.state) await this.begin();
     else if (this.tokens) {
       this.logits = await this.engine.step(this.state, this.tokens);
@@ -186,19 +178,4 @@ function setPrefixLogprobs(task: SequenceTask, logits: Float32Array, first: numb
   });
   task.prefixLogprobs = rows.map(({ logprob }) => logprob);
   task.prefixAlternatives = count ? rows.map(({ alternatives }) => alternatives) : [];
-}
-
-function turnOfEventLoop(): Promise<void> {
-  return new Promise((resolve) => {
-    if (typeof setImmediate === "function") {
-      setImmediate(resolve);
-      return;
-    }
-    const { port1, port2 } = new MessageChannel(); // setTimeout waits 4 ms
-    port1.onmessage = () => {
-      port1.close();
-      resolve();
-    };
-    port2.postMessage(0);
-  });
 }

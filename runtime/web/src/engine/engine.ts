@@ -6,7 +6,7 @@
  *     engine.reorder(state, Int32Array.of(1, 1));            // beams; or fewer rows, to drop finished rows
  */
 
-import type { Backend, Session, Tensor, Weights } from "../backend/session.js";
+import type { Backend, Binding, Session, Tensor, Weights } from "../backend/session.js";
 import { closedError } from "../backend/session.js";
 import { asNumbers, numberArray, sizeOf, writeNumbers, type NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../base/errors.js";
@@ -72,6 +72,7 @@ export class Engine {
   readonly memory = new MemoryUse();
   private readonly placeholders = new Map<string, Tensor>();
   private closed = false;
+  private runs = 0; // in flight
 
   private constructor(
     readonly name: string,
@@ -121,13 +122,27 @@ export class Engine {
     return this.closed;
   }
 
-  /** Free the weights. Later runs throw UnsupportedCallError. States keep their own caches. */
+  /** Free the weights, after the runs in flight. Later runs throw UnsupportedCallError. States keep their own caches. */
   close(): void {
     if (this.closed) return;
     this.closed = true;
+    if (!this.runs) this.free();
+  }
+
+  private free(): void {
     for (const { session } of this.stages.values()) session.dispose();
     for (const tensor of this.placeholders.values()) tensor.dispose();
     this.placeholders.clear();
+  }
+
+  /** Return the result of a run, which uses the sessions and the placeholders until its end. */
+  private async running<T>(run: () => Promise<T>): Promise<T> {
+    this.runs++;
+    try {
+      return await run();
+    } finally {
+      if (!--this.runs && this.closed) this.free();
+    }
   }
 
   private stage(stage: Stage): OpenStage {
@@ -188,15 +203,7 @@ export class Engine {
         inputNames.map((name) => [name, tensors.get(name) ?? this.placeholder(name, Number(isColumn(name)))]),
       );
       const binding = session.bind(bound, new Map(names.map((name) => [name, this.placeOf(name)])));
-      try {
-        const running = binding.run();
-        if (running) await running;
-        const outputs = new Map(names.map((name) => [name, binding.output(name)]));
-        for (const spec of encode.outputs) this.checkShape(spec, outputs.get(spec.name)!, rows);
-        return outputs;
-      } finally {
-        binding.dispose();
-      }
+      return await this.running(() => this.encoded(binding, names, encode.outputs, rows));
     } catch (error) {
       if (!(error instanceof OutOfMemoryError)) throw error;
       const shapes = [...inputs.keys()].map((name) => `${name} (${tensors.get(name)?.dims.join(", ")})`).join(", ");
@@ -208,6 +215,27 @@ export class Engine {
       );
     } finally {
       for (const tensor of tensors.values()) tensor.dispose();
+    }
+  }
+
+  /** Run a binding of the encode stage, which is then disposed. Return the named outputs. specs: of those to check. */
+  private async encoded(
+    binding: Binding,
+    names: readonly string[],
+    specs: readonly TensorSpec[],
+    rows: number,
+  ): Promise<Map<string, Tensor>> {
+    const outputs = new Map<string, Tensor>();
+    try {
+      await binding.run();
+      for (const name of names) outputs.set(name, binding.output(name));
+      for (const spec of specs) this.checkShape(spec, outputs.get(spec.name)!, rows);
+      return outputs;
+    } catch (error) {
+      for (const tensor of outputs.values()) tensor.dispose();
+      throw error;
+    } finally {
+      binding.dispose();
     }
   }
 
@@ -340,7 +368,7 @@ export class Engine {
       call = new DecodeCall(resources, state, newTokens, positions);
       state.calls.set(key, call);
     }
-    return call.run(state, tokens, counts, totalSlots);
+    return this.running(() => call.run(state, tokens, counts, totalSlots));
   }
 
   /**
@@ -415,7 +443,7 @@ async function shortlistOf(
   if (!decode?.shortlist) return undefined;
   const { readShortlist, SHORTLIST_KEY } = await import("../format/shortlistFile.js");
   const { vocabulary, common, tables } = await readShortlist(metadata.get(SHORTLIST_KEY));
-  const inputs = (manifest.encode?.inputs ?? []).map((input) => input.name);
+  const inputs = (manifest.encode?.inputs ?? []).filter(({ role }) => role === "ids").map(({ name }) => name);
   if (vocabulary !== logitCount(decode)) {
     throw new ModelFileError(`${name}: the file's shortlist is of another vocabulary: export it again`);
   }

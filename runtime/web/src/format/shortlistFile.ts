@@ -8,7 +8,7 @@ import { ModelFileError } from "../base/errors.js";
 
 export const SHORTLIST_KEY = "tformer.shortlist";
 
-const MAX_UNPACKED_BYTES = 2 ** 29; // of all tables; a small compressed archive could fill the memory
+const MAX_BYTES = 2 ** 29; // that are read of all entries and made of them; a small archive could fill the memory
 const [END_OF_ARCHIVE, ENTRY, FILE] = [0x06054b50, 0x02014b50, 0x04034b50]; // signatures of a zip file
 const [STORED, DEFLATED] = [0, 8];
 const END_BYTES = 22;
@@ -70,7 +70,11 @@ async function readArchive(bytes: Uint8Array<ArrayBuffer>): Promise<Map<string, 
   while (end >= 0 && view.getUint32(end, true) !== END_OF_ARCHIVE) end--;
   if (end < 0) throw new Damage("it is no archive");
   const arrays = new Map<string, Int32Array>();
-  let room = MAX_UNPACKED_BYTES;
+  let room = MAX_BYTES;
+  const take = (size: number) => {
+    room -= size;
+    if (room < 0) throw new Damage("its tables are too large");
+  };
   let at = view.getUint32(end + 16, true);
   for (let left = view.getUint16(end + 10, true); left > 0; left--) {
     if (view.getUint32(at, true) !== ENTRY) throw new Damage("its archive is not whole");
@@ -81,13 +85,14 @@ async function readArchive(bytes: Uint8Array<ArrayBuffer>): Promise<Map<string, 
     const name = new TextDecoder().decode(bytes.subarray(at + 46, at + 46 + nameSize));
     if (view.getUint32(file, true) !== FILE) throw new Damage("its archive is not whole");
     const begin = file + 30 + view.getUint16(file + 26, true) + view.getUint16(file + 28, true);
+    take(packedSize); // also of data that an earlier entry had
     const packed = bytes.slice(begin, begin + packedSize);
     if (packed.length !== packedSize || (method !== STORED && method !== DEFLATED)) {
       throw new Damage("its archive is not whole");
     }
     const content = method === STORED ? packed : await inflated(packed, room);
-    room -= content.length;
-    arrays.set(name.replace(/\.npy$/, ""), arrayOf(content));
+    if (content !== packed) take(content.length);
+    arrays.set(name.replace(/\.npy$/, ""), arrayOf(content, take));
     at += 46 + nameSize + extraSize + commentSize;
   }
   return arrays;
@@ -118,8 +123,8 @@ async function inflated(packed: Uint8Array<ArrayBuffer>, limit: number): Promise
   return all;
 }
 
-/** Return the whole numbers of a .npy file with one axis or none. */
-function arrayOf(content: Uint8Array<ArrayBuffer>): Int32Array {
+/** Return the whole numbers of a .npy file with one axis or none. take: called with their bytes before they are copied. */
+function arrayOf(content: Uint8Array<ArrayBuffer>, take: (size: number) => void): Int32Array {
   const header = new TextDecoder("latin1").decode(content.subarray(0, 1 << 10));
   const size = new DataView(content.buffer).getUint16(8, true);
   const [, type, shape] = /'descr': '([^']+)'.*'shape': \(([^)]*)\)/.exec(header.slice(0, 10 + size)) ?? [];
@@ -131,5 +136,6 @@ function arrayOf(content: Uint8Array<ArrayBuffer>): Int32Array {
   const length = axes.length ? Number(axes[0]) : 1;
   const values = new Items(content.slice(10 + size, 10 + size + length * Items.BYTES_PER_ELEMENT).buffer);
   if (values.length !== length) throw new Damage("its tables are not whole");
+  take(length * Int32Array.BYTES_PER_ELEMENT);
   return Int32Array.from(values as ArrayLike<number | bigint> as ArrayLike<number>, Number);
 }

@@ -79,6 +79,18 @@ function isNumberArray(value: unknown): value is NumberArray {
   return typeof value === "object" && ArrayBuffer.isView(array?.data) && Array.isArray(array?.shape);
 }
 
+/** Return a prompt and its pictures as one input. Throw UnsupportedCallError for a model that reads no pictures in prompts. */
+export function picturedPrompt(manifest: Manifest, prompt: Input, images: readonly ImageInput[]): Input {
+  const [name] = manifest.placeholders.keys();
+  if (name === undefined) {
+    throw new UnsupportedCallError(`this model (${manifest.task}) reads no pictures in its prompt: leave out images`);
+  }
+  if (isMapping(prompt)) {
+    throw new InputError("the input is an object, which has its pictures already: leave out images");
+  }
+  return { [manifest.decode!.step.name]: prompt as Value, [name]: images };
+}
+
 /** The inputs of a model: tokenizers and checks. Methods throw InputError for a wrong input. */
 export class Inputs {
   /** The name of the autoregressive input; empty for a single-pass model. */

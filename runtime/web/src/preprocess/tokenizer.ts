@@ -98,14 +98,14 @@ export class TokenizerParts {
 
   /** definition: a tokenizer in the JSON format of the tokenizers library. Throw ModelFileError if it cannot be read. */
   constructor(definition: string) {
-    this.hasExpressions = hasExpressions(definition);
-    [this.tokenizer, this.json, this.patched] = this.opening(() => {
-      const json = JSON.parse(definition) as TokenizerJson;
+    const json = (this.json = parsed(definition));
+    this.hasExpressions = hasKey(json, EXPRESSION_KEY);
+    [this.tokenizer, this.patched] = this.opening(() => {
       checkGrowth(json as unknown as Record<string, unknown>);
       withUnicodeWords(json.normalizer);
       // A vocabulary of whole words has its unknown token in the configuration of another file, for this package.
       const parts = { ...json, pre_tokenizer: withUnicodeWords(json.pre_tokenizer) };
-      return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), json, parts] as const;
+      return [new Tokenizer(parts, { unk_token: json.model.unk_token ?? undefined }), parts] as const;
     });
     const { model } = this.json;
     this.unknown = model.unk_token ? this.tokenizer.token_to_id(model.unk_token) : (model.unk_id ?? undefined);
@@ -162,6 +162,7 @@ function hasOneType(step: unknown): boolean {
 }
 
 const CONTEXT_CHARACTERS = 24; // around a character that make its tokens
+const EXPRESSION_KEY = "Regex"; // of a pattern that is a regular expression
 
 /** A tokenizer of the file, which refuses unknown characters. */
 export class Codec {
@@ -313,9 +314,25 @@ function slowTokenizer(seconds: number): ModelFileError {
   );
 }
 
-/** Return whether a tokenizer has regular expressions of its own. */
+/** Return whether a tokenizer has regular expressions of its own. Throw ModelFileError if it cannot be read. */
 export function hasExpressions(definition: string): boolean {
-  return definition.includes('"Regex"');
+  return hasKey(parsed(definition), EXPRESSION_KEY);
+}
+
+function parsed(definition: string): TokenizerJson {
+  return readingTokenizer(() => JSON.parse(definition) as TokenizerJson);
+}
+
+/** Return whether an object within a JSON value, of any depth and size, has a key. */
+function hasKey(json: unknown, key: string): boolean {
+  const waiting = [json];
+  while (waiting.length) {
+    const part = waiting.pop();
+    if (typeof part !== "object" || part === null) continue;
+    if (Object.hasOwn(part, key)) return true;
+    for (const value of Object.values(part)) waiting.push(value);
+  }
+  return false;
 }
 
 /** Run a function of the package. Its errors are those of a tokenizer that cannot be read. */

@@ -2,6 +2,7 @@
 
 import { asNumbers, numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError } from "../base/errors.js";
+import { takeTurn } from "../base/eventLoop.js";
 import { logNormalizer } from "../decoding/logNormalizer.js";
 import { NOT_FINITE } from "../decoding/sequence.js";
 import type { Engine } from "../engine/engine.js";
@@ -11,14 +12,25 @@ import type { Sources } from "../format/sizes.js";
 
 const CHUNK_TOKENS = 128; // of one step
 
-/** Return the log-probabilities of ids[1], ids[2], …. Throw InputError for more tokens than the model holds. */
-export async function scoreTokens(engine: Engine, sources: Sources, ids: Int32Array): Promise<Float32Array> {
+/**
+ * Return the log-probabilities of ids[1], ids[2], ….
+ *
+ * Throw InputError for more tokens than the model holds, AbortedError if the signal is aborted.
+ */
+export async function scoreTokens(
+  engine: Engine,
+  sources: Sources,
+  ids: Int32Array,
+  signal?: AbortSignal,
+): Promise<Float32Array> {
   checkLength(engine, "source and target", ids);
+  await takeTurn(signal);
   const scores = new Float32Array(Math.max(0, ids.length - 1));
   const state = await engine.start(oneRow(sources), { rows: 1, maxTokens: ids.length });
   try {
     const vocabulary = logitCount(engine.decode);
     for (let begin = 0; begin < scores.length; begin += CHUNK_TOKENS) {
+      await takeTurn(signal);
       const end = Math.min(scores.length, begin + CHUNK_TOKENS);
       const logits = await engine.step(state, ids.subarray(begin, end), undefined, "all");
       for (let i = begin; i < end; i++) {
@@ -39,20 +51,23 @@ export async function scoreTokens(engine: Engine, sources: Sources, ids: Int32Ar
  * Return extra outputs by name: of the encode stage, and of the decode stage at each token, (tokens, …).
  *
  * ids: the tokens; without any, the outputs are those of the encode stage alone.
- * names: of the outputs. Throw InputError for more tokens than the model holds.
+ * names: of the outputs. Throw InputError for more tokens than the model holds, AbortedError if the signal is aborted.
  */
 export async function extraValues(
   engine: Engine,
   sources: Sources,
   ids: Int32Array,
   names: readonly string[],
+  signal?: AbortSignal,
 ): Promise<Map<string, NumberArray>> {
   checkLength(engine, "the tokens", ids);
+  await takeTurn(signal);
   if (!ids.length) return encodedValues(engine, sources, names);
   const state = await engine.start(oneRow(sources), { rows: 1, maxTokens: ids.length, extras: names });
   try {
     const parts = new Map<string, NumberArray[]>(state.stepExtras.map((name) => [name, []]));
     for (let begin = 0; begin < ids.length; begin += CHUNK_TOKENS) {
+      await takeTurn(signal);
       await engine.step(state, ids.subarray(begin, begin + CHUNK_TOKENS), undefined, "all");
       for (const [name, values] of state.extras) parts.get(name)!.push(rowOf(values, 0));
     }

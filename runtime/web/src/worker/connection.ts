@@ -27,6 +27,9 @@ interface Waiting {
   reject(error: unknown): void;
 }
 
+/** Takes the value of a call whose caller no longer waits, if the other side keeps something for it. */
+export type OnLate = (value: unknown) => void;
+
 interface Shared {
   readonly iterator: AsyncIterator<unknown, unknown> | Iterator<unknown, unknown>;
   readonly controller: AbortController;
@@ -67,7 +70,7 @@ export class Connection {
   }
 
   /** Call a handler of the other side. Throw its error, AbortedError, or InputError for what no message can hold. */
-  async call(name: string, args: readonly unknown[] = [], signal?: AbortSignal): Promise<unknown> {
+  async call(name: string, args: readonly unknown[] = [], signal?: AbortSignal, onLate?: OnLate): Promise<unknown> {
     if (this.ended !== undefined) throw this.ended;
     checkAborted(signal);
     const id = ++this.count;
@@ -84,10 +87,13 @@ export class Connection {
       this.post({ kind: "call", id, name, args });
       signal?.addEventListener("abort", abort);
       return await answer;
+    } catch (error) {
+      this.waiting.delete(id);
+      if (onLate && error instanceof SilentError) this.waiting.set(id, { resolve: onLate, reject: () => {} });
+      throw error;
     } finally {
       clearTimeout(timer);
       signal?.removeEventListener("abort", abort);
-      this.waiting.delete(id);
     }
   }
 
@@ -149,6 +155,7 @@ export class Connection {
     if (message.kind === "abort") return this.running.get(message.id)?.abort();
     this.options.onNews?.(message.news);
     const call = this.waiting.get(message.id);
+    this.waiting.delete(message.id);
     if (message.kind === "done") call?.resolve(message.value);
     else call?.reject(this.errors.receive(message.error));
   }

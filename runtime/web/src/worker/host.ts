@@ -1,5 +1,7 @@
 /** The side of the worker: a model, its conversations and its prefixes, whose methods the page calls. */
 
+import { checkAborted } from "../base/errors.js";
+import { releasedPrefixError } from "../decoding/request.js";
 import { Connection, type Port } from "./connection.js";
 
 type Target = Record<string, (...args: unknown[]) => unknown>;
@@ -30,11 +32,11 @@ export interface SentPrefix {
 }
 
 const KEPT = ["chat", "cachePrefix"]; // their results stay here, and the page has their numbers
-const CHAT_RESULTS = ["send", "stream"]; // their results come with the ids of the conversation
 
 /** Serve a model to the page. load: `Model.load`. */
 export function serveModel(port: Port, load: (address: never, options: never) => Promise<unknown>): void {
-  const targets = new Map<number, Target>(); // 0 is the model, others are conversations and prefixes
+  const targets = new Map<number, Target>(); // 0 is the model, others are conversations and prefixes until their release
+  let count = 0; // of the others so far
   const connection = new Connection(
     port,
     {
@@ -51,17 +53,21 @@ export function serveModel(port: Port, load: (address: never, options: never) =>
         targets.set(0, model);
         return { manifest: model["manifest"], device: model["device"], info: model["info"]() };
       },
-      call: async ([number, method, args, options], signal) => {
+      call: async ([number, method, args, options, turns], signal) => {
         const target = targets.get(number as number)!;
         const all = argumentsOf(connection, targets, args as unknown[], options as Options | undefined, signal);
+        if (turns !== undefined) keepTurns(target, turns as number);
         const value = await target[method as string](...all);
         if (KEPT.includes(method as string)) {
-          targets.set(targets.size, value as Target);
-          return targets.size - 1;
+          if (signal.aborted) (value as Target)["release"](); // the page does not wait for its number
+          checkAborted(signal);
+          targets.set(++count, value as Target);
+          return count;
         }
-        return number && CHAT_RESULTS.includes(method as string) ? turnOf(target, value) : value;
+        if (method === "release") targets.delete(number as number);
+        return turns === undefined ? value : turnOf(target, value);
       },
-      iterate: ([number, method, args, options]) => {
+      iterate: ([number, method, args, options, turns]) => {
         const target = targets.get(number as number)!;
         const controller = new AbortController();
         const all = argumentsOf(
@@ -72,7 +78,8 @@ export function serveModel(port: Port, load: (address: never, options: never) =>
           controller.signal,
         );
         const iterator = target[method as string](...all) as AsyncGenerator<unknown, unknown>;
-        return connection.share(number ? withTurn(target, iterator) : iterator, controller);
+        const isChat = turns !== undefined;
+        return connection.share(isChat ? withTurn(target, iterator, turns as number) : iterator, controller);
       },
     },
     { news: () => (targets.get(0) as { memory(): unknown } | undefined)?.memory() },
@@ -93,16 +100,31 @@ function argumentsOf(
   });
   if (!options) return all;
   const number = (options["prefix"] as Partial<SentPrefix> | null | undefined)?.cachedPrefix;
+  if (number !== undefined && !targets.has(number)) throw releasedPrefixError();
   const prefix = number === undefined ? {} : { prefix: targets.get(number) };
   return [...all, { ...options, ...prefix, signal }];
 }
 
+function turnsOf(chat: Target): { readonly ids: Int32Array }[] {
+  return chat["turns"] as unknown as { readonly ids: Int32Array }[];
+}
+
+/** Take back the turns that the page does not know: it took them back, or did not wait for their end. */
+function keepTurns(chat: Target, count: number): void {
+  chat["rewind"](turnsOf(chat).length - count);
+}
+
 function turnOf(chat: Target, result: unknown): SentTurn {
-  const turns = chat["turns"] as unknown as { ids: Int32Array }[];
+  const turns = turnsOf(chat);
   return { result, ids: turns[turns.length - 1].ids };
 }
 
-async function* withTurn(chat: Target, iterator: AsyncGenerator<unknown, unknown>): AsyncGenerator<unknown, SentTurn> {
+async function* withTurn(
+  chat: Target,
+  iterator: AsyncGenerator<unknown, unknown>,
+  knownTurns: number,
+): AsyncGenerator<unknown, SentTurn> {
+  keepTurns(chat, knownTurns);
   return turnOf(chat, yield* iterator);
 }
 

@@ -1,7 +1,7 @@
 /** The parts of device webgpu that need no GPU: what suits it, and copies between buffers. */
 
 import { describe, expect, test } from "vitest";
-import { backendOf, chooseDevice } from "../../src/backend/devices.js";
+import { backendOf, chooseDevice, openOnGpuOrWasm } from "../../src/backend/devices.js";
 import { checkSuits, Gpu, isSoftware } from "../../src/backend/gpuDevice.js";
 import { WebGpuBackend } from "../../src/backend/webgpuSession.js";
 import type { Tensor } from "../../src/backend/session.js";
@@ -12,7 +12,7 @@ import type { CacheSpec, Manifest } from "../../src/format/manifest.js";
 import * as fields from "../../src/format/onnxFields.js";
 import { largestWeight } from "../../src/format/onnxGraph.js";
 import { bytesField, concatBytes } from "../../src/format/onnxWire.js";
-import { DeviceError, OutOfMemoryError } from "../../src/index.js";
+import { DeviceError, ModelFileError, OutOfMemoryError } from "../../src/index.js";
 import { FakeGpuDevice, type FakeGpuBuffer } from "../support/fakeGpu.js";
 import { modelBytes } from "../support/models.js";
 
@@ -71,6 +71,15 @@ describe("a file", () => {
     expect(() => checkSuits(gpu, file)).toThrow(sentence);
   });
 
+  test("with a cache whose tokens are no whole words is refused", () => {
+    const halves: CacheSpec = { ...KEYS, dtype: "float16" };
+    const file = needs(["webgpu"]);
+    const withCache = (cache: CacheSpec) => ({ ...file, manifest: { ...file.manifest, decode: { caches: [cache] } } });
+    expect(() => checkSuits(adapter({}), withCache(KEYS) as never)).not.toThrow();
+    expect(() => checkSuits(adapter({}), withCache(halves) as never)).toThrow(DeviceError);
+    expect(() => checkSuits(adapter({}), withCache(halves) as never)).toThrow("its cache past.0 has 6 bytes");
+  });
+
   test("has the largest of its weights, also in the branches of its stages", () => {
     expect(largestWeight(modelBytes("g2p-web"))).toBe(128 * 512 * 4); // of a feed-forward layer
     const values = bytesField(fields.TENSOR_RAW_DATA, new Uint8Array(5000));
@@ -85,6 +94,23 @@ test("adapters that compute on the CPU are known by their facts", () => {
   expect(isSoftware(adapter({ info: { vendor: "google", architecture: "swiftshader" } }))).toBe(true);
   expect(isSoftware({ ...adapter({}), isFallbackAdapter: true } as unknown as GPUAdapter)).toBe(true);
   expect(isSoftware(adapter({ info: { isFallbackAdapter: false, vendor: "apple" } }))).toBe(false);
+});
+
+test("auto opens a file in WebAssembly that the GPU refuses, or has no memory for", async () => {
+  const file = { name: "g2p-web.onnx", bytes: modelBytes("g2p-web") };
+  const gpu = { device: "webgpu" } as unknown as WebGpuBackend;
+  const found = { backendFor: async () => gpu };
+  const refusing = { backendFor: () => Promise.reject(new DeviceError("it does not suit")) };
+  const openOn = (choice: typeof found, error?: Error) =>
+    openOnGpuOrWasm(choice, file, { threads: 1 }, async ({ device }) => {
+      if (error && device === "webgpu") throw error;
+      return device;
+    });
+  expect(await openOn(found)).toBe("webgpu");
+  expect(await openOn(refusing)).toBe("wasm");
+  expect(await openOn(found, new OutOfMemoryError("the GPU's memory is full"))).toBe("wasm");
+  expect(await openOn(found, new DeviceError("the GPU was lost"))).toBe("wasm");
+  await expect(openOn(found, new ModelFileError("it is damaged"))).rejects.toThrow("it is damaged");
 });
 
 test("Node refuses the device by its name", async () => {

@@ -1,12 +1,17 @@
 import { describe, expect, test } from "vitest";
-import type { Engine } from "../../src/engine/engine.js";
+import { backendOf } from "../../src/backend/devices.js";
+import { Engine } from "../../src/engine/engine.js";
 import { maxColumns, Shortlist } from "../../src/engine/shortlist.js";
-import { readShortlist } from "../../src/format/shortlistFile.js";
+import { MANIFEST_KEY } from "../../src/format/manifest.js";
+import { readMetadata } from "../../src/format/modelFile.js";
+import { ENTRY_KEY, ENTRY_VALUE, MODEL_METADATA_PROPS } from "../../src/format/onnxFields.js";
+import { bytesField, concatBytes } from "../../src/format/onnxWire.js";
+import { readShortlist, SHORTLIST_KEY } from "../../src/format/shortlistFile.js";
 import { camelCase } from "../../src/format/typedJson.js";
 import { Model, ModelFileError, OptionError, UnsupportedCallError, type Result } from "../../src/index.js";
 import { numberArray } from "../../src/base/arrays.js";
 import { Golden } from "../golden/golden.js";
-import { modelPath } from "../support/models.js";
+import { modelBytes, modelPath } from "../support/models.js";
 
 interface Expected {
   ids: number[];
@@ -18,7 +23,8 @@ interface Expected {
 type Case =
   | { kind: "model"; name: string; sources: number[][]; runs: [Record<string, unknown>, Expected[]][] }
   | { kind: "tables"; cases: [string, number, number, [Record<string, number[]>, number[], number[]][]][] }
-  | { kind: "damaged"; texts: Record<string, string | null> };
+  | { kind: "damaged"; texts: Record<string, string | null> }
+  | { kind: "mask"; text: string };
 
 const golden = new Golden<Case>("shortlists.py");
 
@@ -112,4 +118,25 @@ test("damaged tables are refused", async () => {
     expect(error, name).toBeInstanceOf(ModelFileError);
     expect((error as Error).message, name).toMatch(/^the file's shortlist is damaged \(.+\): export the model again$/);
   }
+});
+
+test("a table of a mask is refused: a request has no ids for it", async () => {
+  const [{ text }] = ofKind("mask");
+  const bytes = modelBytes("shortlist");
+  const manifest = JSON.parse(readMetadata(bytes).get(MANIFEST_KEY)!);
+  const [src] = manifest.encode.inputs;
+  const mask = { ...src, name: "src_mask", dtype: "bool", role: "mask", of: "src", max_length: null, vocabulary: null };
+  manifest.encode.inputs.push(mask);
+  // Later entries of the metadata take the place of earlier ones.
+  const entries = Object.entries({ [SHORTLIST_KEY]: text, [MANIFEST_KEY]: JSON.stringify(manifest) });
+  const file = concatBytes([
+    bytes,
+    ...entries.flatMap(([key, value]) =>
+      bytesField(MODEL_METADATA_PROPS, [...bytesField(ENTRY_KEY, key), ...bytesField(ENTRY_VALUE, value)]),
+    ),
+  ]);
+  const opening = Engine.open({ name: "m.onnx", bytes: file }, await backendOf("wasm", { threads: 1 }));
+  await expect(opening.then(String)).rejects.toThrow(
+    "m.onnx: the file's shortlist is of other inputs: export it again",
+  );
 });

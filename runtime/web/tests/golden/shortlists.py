@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import io
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +82,37 @@ def damaged_case() -> dict[str, Any]:
         "floats": Shortlist(9, np.array([1.0]), {}).to_text(),
         "axes": Shortlist(9, np.array([[1]]), {}).to_text(),
         "damaged": base64.b64encode(whole[:70] + bytes(20) + whole[90:]).decode(),
+        "an entry again and again": repeated(whole, bytes(2 << 20), 400),
+        "bytes that become words": Shortlist(9, np.zeros(110_000_000, np.int8), {}).to_text(),
     }
     return {"kind": "damaged", "texts": texts}
 
 
+def repeated(archive: bytes, padding: bytes, count: int) -> str:
+    """Return an archive with a stored entry that is whole but for unused bytes at its end, and is listed many times."""
+    file = io.BytesIO(archive)
+    with zipfile.ZipFile(file, "a") as added:
+        content = io.BytesIO()
+        np.save(content, np.array([1]))
+        added.writestr(zipfile.ZipInfo("other.npy"), content.getvalue() + padding, zipfile.ZIP_STORED)
+    whole = file.getvalue()
+    end = whole.rindex(b"PK\x05\x06")
+    entry = whole[whole.rindex(b"PK\x01\x02") : end]
+    (entries,) = struct.unpack_from("<H", whole, end + 10)
+    tail = bytearray(whole[end:])
+    struct.pack_into("<H", tail, 10, entries + count)
+    return base64.b64encode(whole[:end] + entry * count + tail).decode()
+
+
+def mask_case() -> dict[str, Any]:
+    """Return a table of the mask of a request input, which has no ids."""
+    table = (np.array([0, 1, 2]), np.array([3, 4]))
+    return {"kind": "mask", "text": Shortlist(600, np.array([1]), {"src_mask": table}).to_text()}
+
+
 def main() -> None:
-    GoldenFile().write([model_case("shortlist"), model_case("shortlist-int8"), tables_case(), damaged_case()])
+    cases = [model_case("shortlist"), model_case("shortlist-int8"), tables_case(), damaged_case(), mask_case()]
+    GoldenFile().write(cases)
 
 
 main()

@@ -17,6 +17,7 @@ export type FakeGpuBuffer = FakeBuffer & GPUBuffer;
 
 export class FakeGpuDevice {
   readonly buffers: FakeBuffer[] = [];
+  destroyed = false;
   copies = 0;
   submits = 0;
   private readonly listeners: ((event: unknown) => void)[] = [];
@@ -41,6 +42,11 @@ export class FakeGpuDevice {
   /** Report an error that no call throws. */
   report(message: string): void {
     for (const listener of this.listeners) listener({ error: { message }, preventDefault() {} });
+  }
+
+  destroy(): void {
+    this.destroyed = true;
+    this.lose("Device was destroyed.");
   }
 
   createBuffer({ size }: { size: number }): FakeBuffer {

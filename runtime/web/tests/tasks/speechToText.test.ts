@@ -82,6 +82,7 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     together.forEach((result, i) => compare(result, expected[i]));
     compare(await model.transcribe(sounds[3], settings), expected[3]);
     const few = await all(model.transcribeBatch(sounds.slice(0, 3), settings));
+    expect(few.length).toBe(3);
     few.forEach((result, i) => compare(result, expected[i]));
     compare((await model.predict({ samples: sounds[0], samplingRate: 16000 }, settings)) as Transcription, expected[0]);
     expect(model.memory().usedBytes).toBe(0);

@@ -13,7 +13,7 @@ import {
   type Progress,
 } from "../../src/index.js";
 import { RemoteModel } from "../../src/remoteModel.js";
-import type { Port } from "../../src/worker/connection.js";
+import { Connection, type Port } from "../../src/worker/connection.js";
 import { serveModel } from "../../src/worker/host.js";
 import { FileServer } from "../support/fileServer.js";
 import { modelBytes, modelPath } from "../support/models.js";
@@ -21,14 +21,50 @@ import { MemoryStore } from "../support/stores.js";
 
 let ended = 0;
 
+/** A port whose messages wait while they are held, as those of a worker that computes. */
+class HeldPort implements Port {
+  onmessage: Port["onmessage"] = null;
+  private held: MessageEvent[] | undefined;
+
+  constructor(private readonly port: MessagePort) {
+    port.onmessage = (event) => (this.held ? void this.held.push(event) : this.onmessage?.(event));
+  }
+
+  postMessage(message: unknown): void {
+    this.port.postMessage(message);
+  }
+
+  hold(): void {
+    this.held = [];
+  }
+
+  deliver(): void {
+    const { held = [] } = this;
+    this.held = undefined;
+    for (const event of held) this.onmessage?.(event);
+  }
+
+  /** Wait until a message is held. */
+  async arrival(): Promise<void> {
+    await vi.waitFor(() => expect(this.held!.length).toBeGreaterThan(0), { timeout: 10_000 });
+  }
+}
+
 async function remote(address: ModelAddress, options: LoadOptions = {}): Promise<Model> {
+  return (await heldRemote(address, options)).model;
+}
+
+/** Load a model, and return the port of the page too. */
+async function heldRemote(address: ModelAddress, options: LoadOptions = {}): Promise<{ model: Model; port: HeldPort }> {
   const { port1, port2 } = new MessageChannel();
   serveModel(port2 as unknown as Port, Model.load.bind(Model));
   const end = () => {
     ended++;
     port1.close();
   };
-  return new RemoteModel({ port: port1 as unknown as Port, end }).load(address, { device: "wasm", ...options });
+  const port = new HeldPort(port1);
+  const model = await new RemoteModel({ port, end }).load(address, { device: "wasm", ...options });
+  return { model, port };
 }
 
 async function all<T, R>(values: AsyncGenerator<T, R>): Promise<[T[], R]> {
@@ -38,6 +74,14 @@ async function all<T, R>(values: AsyncGenerator<T, R>): Promise<[T[], R]> {
     if (done) return [list, value];
     list.push(value);
   }
+}
+
+/** Wait until the worker has freed all caches. */
+async function untilFreed(model: Model): Promise<void> {
+  await vi.waitFor(async () => {
+    await model.prompt("a"); // an answer says how much memory is used
+    expect(model.memory().usedBytes).toBe(0);
+  });
 }
 
 const withoutTiming = (result: object) => ({ ...result, timing: undefined, alternatives: undefined });
@@ -312,4 +356,142 @@ test("dispose ends all calls and the worker", async () => {
 test("workers are for pages", async () => {
   await expect(Model.load(modelPath("g2p"), { worker: true })).rejects.toThrow("worker must be false outside a page");
   await expect(Model.load(modelPath("g2p"), { worker: 1 } as object)).rejects.toThrow(OptionError);
+});
+
+describe("a worker that answers late", () => {
+  test("has added a turn that the page does not know: the next message follows those that it knows", async () => {
+    const { model, port } = await heldRemote(modelPath("words"));
+    const local = await Model.load(modelPath("words"), { device: "wasm" });
+    const [chat, other] = [model.chat(), local.chat()];
+    await chat.send("hello");
+    await other.send("hello");
+    const controller = new AbortController();
+    port.hold();
+    const late = chat.send("window", { signal: controller.signal });
+    await expect(chat.send("window")).rejects.toThrow("the conversation is answering a message");
+    await port.arrival();
+    controller.abort();
+    await expect(late).rejects.toThrow("the worker of the model still computes");
+    port.deliver();
+    expect(chat.turns.length).toBe(1);
+    expect(withoutTiming(await chat.send("world"))).toEqual(withoutTiming(await other.send("world")));
+    const [[pieces], [expected]] = [await all(chat.stream("again")), await all(other.stream("again"))];
+    expect(pieces).toEqual(expected);
+    const ids = (one: typeof chat) => one.turns.map((turn) => [...turn.ids]);
+    expect(ids(chat)).toEqual(ids(other));
+    chat.release();
+    await untilFreed(model);
+    await model.dispose();
+    await local.dispose();
+  });
+
+  test("frees a prefix and an iterator for which the page has not waited", async () => {
+    const { model, port } = await heldRemote(modelPath("words"));
+    const calls: ((signal: AbortSignal) => Promise<unknown>)[] = [
+      (signal) => model.cachePrefix("hello", { signal }),
+      (signal) => model.stream("hello", { signal }).next(),
+    ];
+    for (const call of calls) {
+      const controller = new AbortController();
+      port.hold();
+      const late = call(controller.signal);
+      await port.arrival();
+      controller.abort();
+      await expect(late).rejects.toThrow("the worker of the model still computes");
+      port.deliver();
+      await model.generate("a");
+      expect(model.memory().usedBytes).toBe(0);
+    }
+    await model.dispose();
+  });
+
+  test("does not keep a message from its signal before the conversation has begun", async () => {
+    const { model, port } = await heldRemote(modelPath("words"));
+    port.hold();
+    const chat = model.chat();
+    const controller = new AbortController();
+    const { signal } = controller;
+    const sending = chat.send("hello", { signal });
+    setTimeout(() => controller.abort());
+    const begin = performance.now();
+    await expect(sending).rejects.toThrow("the call was aborted by its signal");
+    await expect(chat.stream("hello", { signal }).next()).rejects.toThrow(AbortedError);
+    expect(performance.now() - begin).toBeLessThan(1000); // the worker has 2 s for other calls
+    port.deliver();
+    expect((await chat.send("hello")).text).not.toBe("");
+    await model.dispose();
+  });
+});
+
+describe("what a worker keeps", () => {
+  test("a conversation keeps its number when an earlier one is released", async () => {
+    const model = await remote(modelPath("words"));
+    const [first, second] = [model.chat(), model.chat()];
+    await first.send("hello");
+    const { ids } = (await second.send("world"), second.turns[0]);
+    first.release();
+    first.release();
+    const third = model.chat();
+    await third.send("window");
+    await second.send("again");
+    expect([...second.turns[1].ids.subarray(0, ids.length)]).toEqual([...ids]);
+    expect([...third.turns[0].ids.subarray(0, ids.length)]).not.toEqual([...ids]);
+    for (const chat of [second, third]) chat.release();
+    await untilFreed(model);
+    await model.dispose();
+  });
+
+  test("a conversation that is released while it answers is freed after its answer", async () => {
+    const model = await remote(modelPath("words"));
+    const chat = model.chat();
+    const sending = chat.send("hello");
+    chat.release();
+    expect((await sending).text).not.toBe("");
+    await expect(chat.send("a")).rejects.toThrow("the conversation has been released");
+    await untilFreed(model);
+    await model.dispose();
+  });
+
+  test("a prefix whose call was aborted is released", async () => {
+    const { port1, port2 } = new MessageChannel();
+    let finish = (_: unknown) => {};
+    const release = vi.fn();
+    const model = {
+      manifest: {},
+      device: "wasm",
+      info: () => ({}),
+      memory: () => ({}),
+      cachePrefix: () => new Promise((resolve) => (finish = resolve)),
+    };
+    serveModel(port2 as unknown as Port, async () => model);
+    const connection = new Connection(port1 as unknown as Port, {});
+    await connection.call("load", [{ address: "", options: {} }]);
+    const controller = new AbortController();
+    const reading = connection.call("call", [0, "cachePrefix", ["a"], {}], controller.signal);
+    setTimeout(() => controller.abort(), 5);
+    setTimeout(() => finish({ release }), 30);
+    await expect(reading).rejects.toThrow(AbortedError);
+    expect(release).toHaveBeenCalledTimes(1);
+    port1.close();
+  });
+});
+
+test("a signal ends scores, alignments and other readings of given tokens", async () => {
+  const model = await remote(modelPath("g2p-extras"));
+  const local = await Model.load(modelPath("g2p-extras"), { device: "wasm" });
+  const attending = await Model.load(modelPath("languages-attentions"), { device: "wasm" });
+  const signal = AbortSignal.abort();
+  for (const one of [model, local]) {
+    await expect(one.score("hello", "HH", { signal })).rejects.toThrow(AbortedError);
+    await expect(one.align("hello", "HH", { signal })).rejects.toThrow(AbortedError);
+    await expect(one.hiddenStates("hello", "HH", { signal })).rejects.toThrow(AbortedError);
+    await expect(one.score("hello", "HH", { batchSize: 1 } as object)).rejects.toThrow(
+      'there is no option "batchSize"',
+    );
+  }
+  await expect(attending.attentions("hallo", { signal })).rejects.toThrow(AbortedError);
+  const long = { signal: AbortSignal.timeout(60_000) };
+  expect(await model.align("hello", "HH AH", long)).toEqual(await local.align("hello", "HH AH"));
+  expect(local.memory().usedBytes).toBe(0);
+  for (const one of [model, local, attending]) await one.dispose();
 });
