@@ -390,6 +390,7 @@ describe("a worker that answers late", () => {
     const calls: ((signal: AbortSignal) => Promise<unknown>)[] = [
       (signal) => model.cachePrefix("hello", { signal }),
       (signal) => model.stream("hello", { signal }).next(),
+      (signal) => model.generateBatch(new Set(["hello"]), { signal }).next(),
     ];
     for (const call of calls) {
       const controller = new AbortController();
@@ -402,6 +403,11 @@ describe("a worker that answers late", () => {
       await model.generate("a");
       expect(model.memory().usedBytes).toBe(0);
     }
+    await expect(model.generateBatch(new Set(["hello"]), { numBeams: 0 }).next()).rejects.toThrow(OptionError);
+    const { connection } = model as unknown as {
+      connection: { shared: Map<number, unknown>; waiting: Map<number, unknown> };
+    };
+    expect([connection.shared.size, connection.waiting.size]).toEqual([0, 0]); // nothing waits for late answers
     await model.dispose();
   });
 
