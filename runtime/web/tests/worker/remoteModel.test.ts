@@ -458,7 +458,7 @@ describe("what a worker keeps", () => {
     await model.dispose();
   });
 
-  test("a prefix whose call was aborted is released", async () => {
+  test("a prefix whose call was aborted is released, and another one is forgotten with its release", async () => {
     const { port1, port2 } = new MessageChannel();
     let finish = (_: unknown) => {};
     const release = vi.fn();
@@ -478,6 +478,12 @@ describe("what a worker keeps", () => {
     setTimeout(() => finish({ release }), 30);
     await expect(reading).rejects.toThrow(AbortedError);
     expect(release).toHaveBeenCalledTimes(1);
+    const kept = connection.call("call", [0, "cachePrefix", ["a"], {}]);
+    setTimeout(() => finish({ release }), 5);
+    const call = ["call", [await kept, "release", []]] as const;
+    await connection.call(...call);
+    await expect(connection.call(...call)).rejects.toThrow("Cannot read properties of undefined"); // no page does that
+    expect(release).toHaveBeenCalledTimes(2);
     port1.close();
   });
 });
