@@ -302,7 +302,16 @@ export class RemoteModel implements Public<Model> {
     const target = typeof number === "number" ? number : await unlessAborted(number, signal);
     const sent = args.map((one) => this.shared(one));
     const end = (late: unknown) => void this.connection.call("iterator.return", [late]).catch(() => {});
-    const iterator = await this.connection.call("iterate", [target, method, sent, own, turns], signal, end);
+    let iterator: unknown;
+    try {
+      iterator = await this.connection.call("iterate", [target, method, sent, own, turns], signal, end);
+    } catch (error) {
+      for (const one of sent) {
+        const shared = (one as Partial<SharedIterator> | null | undefined)?.sharedIterator;
+        if (shared !== undefined) this.connection.unshare(shared);
+      }
+      throw error;
+    }
     return yield* this.connection.values(iterator as number, signal);
   }
 

@@ -220,13 +220,16 @@ export class DecodeCall {
     const extras = new Map<string, NumberArray>();
     for (const name of names) {
       const tensor = binding.output(name);
-      let values = asNumbers(tensor.data(), tensor.dtype).slice();
-      const shape = tensor.dims.slice(2);
-      if (this.positions === "last" && !this.hasSelect && this.newTokens > 1) {
-        values = this.lastPositions(values, sizeOf(shape), counts);
+      try {
+        let values = asNumbers(tensor.data(), tensor.dtype).slice();
+        const shape = tensor.dims.slice(2);
+        if (this.positions === "last" && !this.hasSelect && this.newTokens > 1) {
+          values = this.lastPositions(values, sizeOf(shape), counts);
+        }
+        extras.set(name, numberArray(values, this.positions === "all" ? tensor.dims : [this.rows, ...shape]));
+      } finally {
+        tensor.dispose();
       }
-      extras.set(name, numberArray(values, this.positions === "all" ? tensor.dims : [this.rows, ...shape]));
-      tensor.dispose();
     }
     return extras;
   }

@@ -104,6 +104,11 @@ export class Connection {
     return number;
   }
 
+  /** Forget an iterator of which the other side has not learned, or does not ask for values. */
+  unshare(number: number): void {
+    this.shared.delete(number);
+  }
+
   /** Yield the values of an iterator of the other side. */
   async *values(number: number, signal?: AbortSignal): AsyncGenerator<unknown, unknown> {
     let isOpen = true;

@@ -390,6 +390,7 @@ describe("a worker that answers late", () => {
     const calls: ((signal: AbortSignal) => Promise<unknown>)[] = [
       (signal) => model.cachePrefix("hello", { signal }),
       (signal) => model.stream("hello", { signal }).next(),
+      (signal) => model.generateBatch(new Set(["hello"]), { signal }).next(),
     ];
     for (const call of calls) {
       const controller = new AbortController();
@@ -402,6 +403,11 @@ describe("a worker that answers late", () => {
       await model.generate("a");
       expect(model.memory().usedBytes).toBe(0);
     }
+    await expect(model.generateBatch(new Set(["hello"]), { numBeams: 0 }).next()).rejects.toThrow(OptionError);
+    const { connection } = model as unknown as {
+      connection: { shared: Map<number, unknown>; waiting: Map<number, unknown> };
+    };
+    expect([connection.shared.size, connection.waiting.size]).toEqual([0, 0]); // nothing waits for late answers
     await model.dispose();
   });
 
@@ -452,7 +458,7 @@ describe("what a worker keeps", () => {
     await model.dispose();
   });
 
-  test("a prefix whose call was aborted is released", async () => {
+  test("a prefix whose call was aborted is released, and another one is forgotten with its release", async () => {
     const { port1, port2 } = new MessageChannel();
     let finish = (_: unknown) => {};
     const release = vi.fn();
@@ -472,6 +478,12 @@ describe("what a worker keeps", () => {
     setTimeout(() => finish({ release }), 30);
     await expect(reading).rejects.toThrow(AbortedError);
     expect(release).toHaveBeenCalledTimes(1);
+    const kept = connection.call("call", [0, "cachePrefix", ["a"], {}]);
+    setTimeout(() => finish({ release }), 5);
+    const call = ["call", [await kept, "release", []]] as const;
+    await connection.call(...call);
+    await expect(connection.call(...call)).rejects.toThrow("Cannot read properties of undefined"); // no page does that
+    expect(release).toHaveBeenCalledTimes(2);
     port1.close();
   });
 });
