@@ -11,13 +11,7 @@ import {
 import type { Inputs } from "../src/preprocess/inputs.js";
 import { Golden, type Place } from "./golden/golden.js";
 import { modelPath } from "./support/models.js";
-
-interface Expected {
-  text: string;
-  ids: number[];
-  score: number;
-  alternatives: Expected[];
-}
+import { expectResult, type PlainResult } from "./support/plainResult.js";
 
 interface Case {
   name: string;
@@ -25,27 +19,19 @@ interface Case {
   prompts: [string, number[]][];
   ids: number[][];
   pixels: Place<"float32">[];
-  runs: [Record<string, unknown>, Expected[]][];
+  runs: [Record<string, unknown>, PlainResult[]][];
   scores: number[][];
-  continued: Expected[];
+  continued: PlainResult[];
   prompt: number[];
-  answers: Expected[];
+  answers: PlainResult[];
   refused: [string | number[], number[], string][];
 }
 
 const golden = new Golden<Case>("pictured_prompts.py");
 
-function compare(found: Result, expected: Expected): void {
-  expect(found.tokenIds).toEqual(expected.ids);
-  expect(found.text).toBe(expected.text);
-  expect(Math.abs(found.score - expected.score)).toBeLessThan(1e-4);
-  expect(found.alternatives.length).toBe(expected.alternatives.length);
-  found.alternatives.forEach((one, i) => compare(one, expected.alternatives[i]));
-}
-
-function compareAll(found: readonly Result[], expected: readonly Expected[]): void {
+function compareAll(found: readonly Result[], expected: readonly PlainResult[]): void {
   expect(found.length).toBe(expected.length);
-  found.forEach((result, i) => compare(result, expected[i]));
+  found.forEach((result, i) => expectResult(result, expected[i]));
 }
 
 async function all<T>(values: AsyncIterable<T>): Promise<T[]> {
@@ -80,7 +66,7 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       compareAll(await all(model.generateBatch(inputs, own)), expected);
       if (own["seed"] !== undefined) continue; // a sample depends on the number of its input
       const [text, places] = one.prompts[3];
-      compare(await model.generate(text, { ...own, images: picked(places) }), expected[3]);
+      expectResult(await model.generate(text, { ...own, images: picked(places) }), expected[3]);
     }
     for (const [i, input] of inputs.entries()) {
       const scores = await model.score(input, "abc");
@@ -105,12 +91,13 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     ];
     const prompt = (await model.prompt([{ role: "user", content: parts }])) as unknown as { input_ids: Int32Array };
     expect([...prompt.input_ids]).toEqual(one.prompt);
-    compare(await model.generate(prompt as never, { maxNewTokens: 8 }), one.answers[0]);
+    expectResult(await model.generate(prompt as never, { maxNewTokens: 8 }), one.answers[0]);
     const chat = model.chat();
     const turns = [parts, "and then?", [...parts, { type: "image" as const, image: images[2] }]];
-    for (const [i, message] of turns.entries()) compare(await chat.send(message, { maxNewTokens: 8 }), one.answers[i]);
+    for (const [i, message] of turns.entries())
+      expectResult(await chat.send(message, { maxNewTokens: 8 }), one.answers[i]);
     chat.rewind(2);
-    compare(await chat.send(turns[1], { maxNewTokens: 8 }), one.answers[1]);
+    expectResult(await chat.send(turns[1], { maxNewTokens: 8 }), one.answers[1]);
     chat.release();
 
     for (const [given, where, message] of one.refused) {

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from golden_file import GoldenFile
+from plain_result import plain
 
 from tformer_runtime import Model, TformerError
-from tformer_runtime.decoding.request import Result
 
 BUILD = Path(__file__).resolve().parents[4] / "build" / "web"
 SIZES = {
@@ -28,15 +28,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 5, "forced_prefix": "ab", "top_logprobs": 2},
     {"max_new_tokens": 9, "temperature": 1.2, "seed": 3},
 ]
-
-
-def plain(result: Result) -> dict[str, Any]:
-    return {
-        "text": result.text,
-        "ids": result.token_ids,
-        "score": result.score,
-        "alternatives": [plain(one) for one in result.alternatives],
-    }
 
 
 def given(picture: np.ndarray) -> np.ndarray:

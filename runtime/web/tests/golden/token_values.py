@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from golden_file import GoldenFile
+from plain_result import plain
 
 from tformer_runtime import Model
-from tformer_runtime.decoding.request import Result
 
 BUILD = Path(__file__).resolve().parents[4] / "build" / "web"
 PAIRS = [
@@ -24,11 +24,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_new_tokens": 6, "temperature": 1.1, "seed": 4},
     {"forced_prefix": "AH", "max_new_tokens": 4},
 ]
-
-
-def plain(result: Result) -> dict[str, Any]:
-    alternatives = [plain(one) for one in result.alternatives]
-    return {"text": result.text, "ids": result.token_ids, "score": result.score, "alternatives": alternatives}
 
 
 def alignments(file: GoldenFile) -> dict[str, Any]:
