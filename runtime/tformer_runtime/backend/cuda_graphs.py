@@ -90,7 +90,7 @@ class BufferSet:
         return step
 
     def add_step(self, key: tuple[tuple[int, ...], ...], step: CapturedStep) -> None:
-        """Keep a step, in the place of the one that was not used for the longest time if there are many."""
+        """Keep a step. If there are many, drop the step that was not used for the longest time."""
         if len(self.steps_by_context) == MAX_BUFFER_SHAPES:
             del self.steps_by_context[next(iter(self.steps_by_context))]
         self.steps_by_context[key] = step
