@@ -39,7 +39,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE = "0", "products"
-VERSION = 4  # of the library's functions and operator
+VERSION = 5  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -169,7 +169,8 @@ class LoadingProducts:
         """
         pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
         path = self.kernels.attention_path if is_float32 else None
-        model, self.count, self.attentions = replace_products(model, folder, self._pack, pack_float, path)
+        rewritten = replace_products(model, folder, self._pack, pack_float, path)
+        model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
