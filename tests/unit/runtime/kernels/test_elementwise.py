@@ -16,9 +16,9 @@ from support.native_products import KERNELS, PATHS, Product, kernels_of, open_na
 from support.small_graphs import model_of
 
 from tformer_runtime.backend.native_kernels import PRODUCTS_ALONE
-from tformer_runtime.format.elementwise_rewrite import NATIVE_GATE, NATIVE_NORM, NORMS, Activation, ActivationKind
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import DOMAIN, FLOAT_OPERATOR, replace_products
+from tformer_runtime.rewriting.elementwise_rewrite import NATIVE_GATE, NATIVE_NORM, NORMS, Activation, ActivationKind
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, FLOAT_OPERATOR, replace_products
 
 pytestmark = requires_kernels
 

@@ -31,7 +31,7 @@ from tformer_runtime.backend.native_kernels import ALL_BITS, BITS_OF_PATH, FLOAT
 from tformer_runtime.backend.session import Session
 from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import DOMAIN, FLOAT_OPERATOR, Rewritten, replace_products
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, FLOAT_OPERATOR, Rewritten, replace_products
 
 G2P_PRODUCTS = 49  # 24 of the encoder, 25 of the decoder
 FORMS = ("MatMul", "MatMul of a transpose", "Gemm", "Gemm, transB", "FusedMatMul", "FusedMatMul, transB")

@@ -16,8 +16,8 @@ from onnx import helper
 from support.native_products import KERNELS, PATHS, Product, kernels_of, open_native_session, requires_kernels
 from support.small_graphs import model_of
 
-from tformer_runtime.format.elementwise_rewrite import Activation
-from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR
+from tformer_runtime.rewriting.elementwise_rewrite import Activation
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, OPERATOR
 
 pytestmark = requires_kernels
 

@@ -22,7 +22,7 @@ from tformer_runtime.cli.main import main
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, Rewritten, replace_products
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, Rewritten, replace_products
 
 WORDS = ["hello", "transformer", "a", "kernel"]
 FORMS = {

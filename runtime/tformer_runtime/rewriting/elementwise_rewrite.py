@@ -16,9 +16,9 @@ from enum import IntEnum
 import numpy as np
 
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, tensor_array
-from tformer_runtime.format.quantized_product import CONTRIB, Readers
-from tformer_runtime.format.stored_weights import is_operator
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.quantized_product import CONTRIB, Readers
+from tformer_runtime.rewriting.stored_weights import is_operator
 
 NATIVE_NORM, NATIVE_GATE = "Norm", "Gate"
 ROOT_MEAN_SQUARE_NORMS = ("RMSNormalization", "SimplifiedLayerNormalization")
@@ -104,13 +104,13 @@ class _Rewriting:
     def _swish(self, name: str, nodes: list[Node], readers: Readers) -> Activated | None:
         """Return the activation x · Sigmoid(alpha · x) of a value that two nodes read."""
         for inner, product in (nodes, nodes[::-1]):
-            alpha, before = 1.0, ()
+            alpha, before = 1.0, list[Node]()
             sigmoid: Node | None = inner
             if is_operator(inner, "Mul", 2):
                 factor = self._number(inner.inputs[1] if inner.inputs[0] == name else inner.inputs[0])
                 if factor is None:
                     continue
-                alpha, before, sigmoid = factor, (inner,), readers.only_reader(inner.outputs[0])
+                alpha, before, sigmoid = factor, [inner], readers.only_reader(inner.outputs[0])
             if sigmoid is None or not is_operator(sigmoid, "Sigmoid", 1) or not is_operator(product, "Mul", 2):
                 continue
             if name not in readers.outside and readers.only_reader(sigmoid.outputs[0]) is product:

@@ -1,5 +1,4 @@
-"""Replace the operators of a product by one operator of native kernels, in a model that is being loaded; and other parts
-of a layer.
+"""Replace operators by those of native kernels in a model that is being loaded.
 
 The file keeps its standard operators: only the model that onnxruntime gets at load is rewritten. Weights are packed by
 the kernels (`Packer`) and removed from the model, if nothing else reads them.
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
-from tformer_runtime.format.elementwise_rewrite import Activation, replace_elementwise
-from tformer_runtime.format.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
-from tformer_runtime.format.quantized_product import QuantizedProduct, Readers, find_product
-from tformer_runtime.format.stored_weights import is_operator
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
+from tformer_runtime.rewriting.elementwise_rewrite import Activation, replace_elementwise
+from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
+from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
+from tformer_runtime.rewriting.stored_weights import is_operator
 
 DOMAIN = "ai.tformer"
 OPERATOR, FLOAT_OPERATOR = "RowQuantizedMatMul", "PackedMatMul"
@@ -175,7 +174,13 @@ class _Replacement:
             floats = find_float_product(graph, node, readers, self.inputs, self.files)
             handle = self.pack_float(floats, self.files) if floats is not None else None
             if floats is not None and handle is not None:
-                new = new_node(FLOAT_OPERATOR, DOMAIN, [floats.source], [floats.result], {"handle": handle, **Activation().attributes()})
+                new = new_node(
+                    FLOAT_OPERATOR,
+                    DOMAIN,
+                    [floats.source],
+                    [floats.result],
+                    {"handle": handle, **Activation().attributes()},
+                )
                 return floats.last, new
         return None
 
