@@ -10,8 +10,8 @@ from fuzz import models
 from fuzz.mutations import mutate_message
 from fuzz.target import Target
 from tformer_runtime.base.errors import ModelFileError, TformerError
-from tformer_runtime.format import derived_weights
 from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.rewriting import derived_weights
 
 FORMS = ((8, "throughput"), (8, "latency"), (4, "throughput"), (4, "latency"))
 WIDTH, VOCABULARY = 40, 60  # rows that do not fill a block

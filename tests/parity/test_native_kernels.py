@@ -18,9 +18,9 @@ from tformer_export import export
 from tformer_runtime import AsyncModel, Model
 from tformer_runtime.backend.native_kernels import OFF, VARIABLE
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.attention_rewrite import ATTENTION, CONTEXT_ATTENTION
-from tformer_runtime.format.float_product import FLOAT_PRODUCTS
-from tformer_runtime.format.product_rewrite import FLOAT_OPERATOR
+from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION
+from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS
+from tformer_runtime.rewriting.product_rewrite import FLOAT_OPERATOR
 
 BATCHES, STEPS = (1, 2, 3, 5, 8, 13, 21, 33), 2
 

@@ -16,7 +16,7 @@ from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, load_kernels
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import replace_products
+from tformer_runtime.rewriting.product_rewrite import replace_products
 
 KERNELS = load_kernels(onnxruntime, "scalar")  # the path that every processor has
 PATHS = KERNELS.paths if KERNELS is not None else ()

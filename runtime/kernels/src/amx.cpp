@@ -114,6 +114,7 @@ bool supported() { return AVX512_VNNI.supported() && may_use_tiles(); }
 }  // namespace
 
 constinit const Path AMX = {"amx", supported, TILE_BYTES, STREAM_ROWS_4, false, quantise_avx512, multiply8, multiply4,
-                            FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_avx2};
+                            FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_avx2,
+                            &ELEMENTWISE_AVX512};
 
 }  // namespace tformer

@@ -13,12 +13,11 @@
 
 #include "attention.h"
 #include "operator.h"
-#include "paths.h"
 
 namespace tformer {
 namespace {
 
-constexpr int64_t MAX_HEADS = 1 << 16, MAX_PATHS = 64;
+constexpr int64_t MAX_HEADS = 1 << 16;
 
 struct AttentionKernel {
   const ort::Api* api;
@@ -35,11 +34,10 @@ template <bool CONTEXT>
 ort::Status* create_attention(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
   return guarded(api, [&] {
     auto kernel = std::make_unique<AttentionKernel>();
-    const int64_t place = integer(api, info, "path"), heads = integer(api, info, "heads");
+    const int64_t heads = integer(api, info, "heads");
     const int64_t groups = CONTEXT ? heads : integer(api, info, "groups");
     kernel->api = api;
-    kernel->path = place >= 0 && place < MAX_PATHS ? path_at(static_cast<size_t>(place)) : nullptr;
-    if (kernel->path == nullptr || !kernel->path->supported()) fail(api, "tformer-kernels: this processor lacks the path");
+    kernel->path = path_of(api, info);
     if (heads < 1 || groups < 1 || heads % groups != 0 || heads > MAX_HEADS)
       fail(api, "tformer-kernels: heads must share keys in groups of one size");
     kernel->heads = static_cast<size_t>(heads);

@@ -2,6 +2,7 @@
 #include "attention_rows.h"
 #include "avx2_floats.h"
 #include "avx2_tiles.h"
+#include "elementwise_rows.h"
 #include "paths.h"
 
 namespace tformer {
@@ -37,7 +38,10 @@ void rotate_avx2(const AttentionCall& call, size_t position, const float* from, 
   rotate_head(call, position, from, into, scale);
 }
 
+constinit const Elementwise ELEMENTWISE_AVX2 = ElementwiseRows<Vector256>::FUNCTIONS;
+
 constinit const Path AVX2 = {"avx2", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, true, quantise_avx2,
-                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_avx2};
+                             Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_avx2,
+                             &ELEMENTWISE_AVX2};
 
 }  // namespace tformer

@@ -18,6 +18,7 @@ struct Vector256 {
   static INLINE Type add(Type a, Type b) { return _mm256_add_ps(a, b); }
   static INLINE Type subtract(Type a, Type b) { return _mm256_sub_ps(a, b); }
   static INLINE Type multiply(Type a, Type b) { return _mm256_mul_ps(a, b); }
+  static INLINE Type divide(Type a, Type b) { return _mm256_div_ps(a, b); }
   static INLINE Type larger(Type a, Type b) { return _mm256_max_ps(a, b); }
   static INLINE Type smaller(Type a, Type b) { return _mm256_min_ps(a, b); }
   static INLINE Type round(Type x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

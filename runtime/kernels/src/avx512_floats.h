@@ -97,6 +97,7 @@ struct Vector512 {
   static INLINE Type add(Type a, Type b) { return _mm512_add_ps(a, b); }
   static INLINE Type subtract(Type a, Type b) { return _mm512_sub_ps(a, b); }
   static INLINE Type multiply(Type a, Type b) { return _mm512_mul_ps(a, b); }
+  static INLINE Type divide(Type a, Type b) { return _mm512_div_ps(a, b); }
   static INLINE Type larger(Type a, Type b) { return _mm512_max_ps(a, b); }
   static INLINE Type smaller(Type a, Type b) { return _mm512_min_ps(a, b); }
   static INLINE Type round(Type x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

@@ -5,6 +5,7 @@
 #include "avx512_floats.h"
 #include "avx512_rows.h"
 #include "blocks.h"
+#include "elementwise_rows.h"
 #include "paths.h"
 
 namespace tformer {
@@ -226,7 +227,10 @@ void attend_avx512(const AttentionTile& tile) {
     attend_avx2(tile);
 }
 
+constinit const Elementwise ELEMENTWISE_AVX512 = ElementwiseRows<Vector512>::FUNCTIONS;
+
 constinit const Path AVX512_VNNI = {"avx512vnni", supported, GROUP, STREAM_ROWS_4, false, quantise_avx512, multiply8,
-                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_avx2};
+                                    multiply4, FLOAT_COLUMNS, multiply_float_avx512, attend_avx512, rotate_avx2,
+                                    &ELEMENTWISE_AVX512};
 
 }  // namespace tformer

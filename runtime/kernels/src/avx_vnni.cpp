@@ -35,6 +35,7 @@ bool supported() {
 }  // namespace
 
 constinit const Path AVX_VNNI = {"avxvnni", supported, 2 * GROUP, Dot::ROWS_TO_EXPAND - 1, false, quantise_avx2,
-                                 Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_avx2};
+                                 Kernels<Dot>::multiply8, Kernels<Dot>::multiply4, PANEL, multiply_float_avx2, attend_avx2, rotate_avx2,
+                                 &ELEMENTWISE_AVX2};
 
 }  // namespace tformer

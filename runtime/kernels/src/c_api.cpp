@@ -12,7 +12,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 4;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 5;  // grows whenever a function or the operator changes
 
 int64_t keep(Packed packed) {
   return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
@@ -89,7 +89,7 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply(int64_t handle, const float* x, 
     auto matrix = find_matrix(handle);
     if (!matrix || matrix->bits == FLOAT_BITS || zero < 0 || zero > 255) return static_cast<int64_t>(Refusal::SHAPE);
     RowScaling scaling{magnitude != 0, floor, step, zero, reciprocal != 0, fixed_scale};
-    multiply(Call{matrix.get(), scaling, column_first != 0, x, out, rows}, one_by_one, nullptr);
+    multiply(Call{matrix.get(), scaling, column_first != 0, x, out, rows, {}}, one_by_one, nullptr);
     return 0;
   });
 }
@@ -99,7 +99,7 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply_float(int64_t handle, const floa
   return guarded([&]() -> int64_t {
     auto matrix = find_matrix(handle);
     if (!matrix || matrix->bits != FLOAT_BITS) return static_cast<int64_t>(Refusal::SHAPE);
-    multiply(FloatCall{matrix.get(), x, out, rows}, one_by_one, nullptr);
+    multiply(FloatCall{matrix.get(), x, out, rows, {}}, one_by_one, nullptr);
     return 0;
   });
 }

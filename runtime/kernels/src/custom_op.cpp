@@ -1,16 +1,18 @@
 // The operators of products, in the domain ai.tformer: rows x (…, K) of float32 times a packed matrix (K, N). And the
 // registration of all operators.
 //
-// RowQuantizedMatMul (x) → (y) has integer weights. Attributes: `handle` of the matrix, and how rows are scaled
+// RowQuantizedMatMul (x) → (y) has integer weights. Attributes: `handle` of the matrix, the activation of the result
+// (`activation`, `alpha`), and how rows are scaled
 // (`RowScaling` and `Tile` say what each means): magnitude, zero, reciprocal, column_first (integers), floor, step,
 // fixed_scale (floats).
 //
-// PackedMatMul (x) → (y) has float32 weights. Attribute: `handle`.
+// PackedMatMul (x) → (y) has float32 weights. Attributes: handle, activation, alpha.
 #include <atomic>
 #include <cstring>
 #include <memory>
 
 #include "attention_op.h"
+#include "elementwise_op.h"
 #include "export.h"
 #include "operator.h"
 #include "product.h"
@@ -23,13 +25,14 @@ struct QuantizedKernel {
   static constexpr const char* NAME = "RowQuantizedMatMul";
   const ort::Api* api;
   std::shared_ptr<const Matrix> matrix;
+  Activation activation;
   RowScaling scaling;
   bool column_first;
 
   bool fits() const { return matrix->bits != FLOAT_BITS; }
   void read_attributes(const ort::KernelInfo* info);
   void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
-    multiply(Call{matrix.get(), scaling, column_first, x, out, rows}, parallel_for, context);
+    multiply(Call{matrix.get(), scaling, column_first, x, out, rows, activation}, parallel_for, context);
   }
 };
 
@@ -37,11 +40,12 @@ struct FloatKernel {
   static constexpr const char* NAME = "PackedMatMul";
   const ort::Api* api;
   std::shared_ptr<const Matrix> matrix;
+  Activation activation;
 
   bool fits() const { return matrix->bits == FLOAT_BITS; }
   void read_attributes(const ort::KernelInfo*) {}
   void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
-    multiply(FloatCall{matrix.get(), x, out, rows}, parallel_for, context);
+    multiply(FloatCall{matrix.get(), x, out, rows, activation}, parallel_for, context);
   }
 };
 
@@ -64,6 +68,7 @@ ort::Status* create(const ort::CustomOp*, const ort::Api* api, const ort::Kernel
     kernel->api = api;
     kernel->matrix = find_matrix(integer(api, info, "handle"));
     if (!kernel->matrix || !kernel->fits()) fail(api, "tformer-kernels: the handle is of no packed matrix of this operator");
+    kernel->activation = read_activation(api, info);
     kernel->read_attributes(info);
     *out = kernel.release();
   });
@@ -121,10 +126,11 @@ TFORMER_EXPORT tformer::ort::Status* RegisterCustomOps(tformer::ort::SessionOpti
   if (api == nullptr || !check_api(api)) return nullptr;
   static const ort::CustomOp quantized = describe<QuantizedKernel>(), floats = describe<FloatKernel>();
   static const ort::CustomOp attention = attention_operator(), context_attention = context_attention_operator();
+  static const ort::CustomOp norm = norm_operator(), gate = gate_operator();
   static ort::CustomOpDomain* const domain = [api]() -> ort::CustomOpDomain* {  // for all sessions of the process
     ort::CustomOpDomain* created = nullptr;
     ort::Status* status = ort::CreateCustomOpDomain::call(api, "ai.tformer", &created);
-    for (const ort::CustomOp* op : {&quantized, &floats, &attention, &context_attention})
+    for (const ort::CustomOp* op : {&quantized, &floats, &attention, &context_attention, &norm, &gate})
       if (status == nullptr) status = ort::CustomOpDomain_Add::call(api, created, op);
     if (status == nullptr) return created;
     ort::ReleaseStatus::call(api, status);

@@ -130,8 +130,26 @@ struct FloatTile {
   size_t row_begin, row_end, panel_begin, panel_end;
 };
 
+// What is applied to each number of a result.
+struct Activation {
+  // Rectified; x · Φ(x) (Hendrycks and Gimpel 2016), and its approximation by tanh; x · sigmoid(alpha · x).
+  enum Kind : int { NONE, RELU, GELU, GELU_TANH, SWISH };
+  Kind kind = NONE;
+  float alpha = 1;
+};
+
 struct AttentionTile;
 struct AttentionCall;
+struct NormTile;
+struct GateTile;
+
+// What is computed number by number and row by row, with one kind of vectors (elementwise.h).
+struct Elementwise {
+  // Of `count` numbers of each row; stride: numbers between rows.
+  void (*activate)(float* values, size_t rows, size_t stride, size_t count, const Activation& activation);
+  void (*gate)(const GateTile& tile);
+  void (*normalise)(const NormTile& tile);
+};
 
 // The functions of one kind of processor.
 struct Path {
@@ -147,6 +165,7 @@ struct Path {
   void (*multiply_float)(const FloatTile& tile);
   void (*attend)(const AttentionTile& tile);  // attention.h
   void (*rotate)(const AttentionCall& call, size_t position, const float* from, float* into, float scale);
+  const Elementwise* elementwise;
 };
 
 }  // namespace tformer

@@ -1,5 +1,6 @@
 // Arm with SDOT (Armv8.2).
 #include "attention_rows.h"
+#include "elementwise_rows.h"
 #include "neon_floats.h"
 #include "neon_rows.h"
 #include "paths.h"
@@ -27,7 +28,9 @@ void rotate_neon(const AttentionCall& call, size_t position, const float* from, 
   rotate_head(call, position, from, into, scale);
 }
 
+constinit const Elementwise ELEMENTWISE_NEON = ElementwiseRows<Vector128>::FUNCTIONS;
+
 constinit const Path NEON_DOT = {"neondot", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
-                                 multiply4, PANEL, multiply_float_neon, attend_neon, rotate_neon};
+                                 multiply4, PANEL, multiply_float_neon, attend_neon, rotate_neon, &ELEMENTWISE_NEON};
 
 }  // namespace tformer

@@ -18,6 +18,7 @@ struct Vector128 {
   static INLINE Type add(Type a, Type b) { return vaddq_f32(a, b); }
   static INLINE Type subtract(Type a, Type b) { return vsubq_f32(a, b); }
   static INLINE Type multiply(Type a, Type b) { return vmulq_f32(a, b); }
+  static INLINE Type divide(Type a, Type b) { return vdivq_f32(a, b); }
   static INLINE Type larger(Type a, Type b) { return vmaxq_f32(a, b); }
   static INLINE Type smaller(Type a, Type b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b if a is not a number
   static INLINE Type round(Type x) { return vrndnq_f32(x); }

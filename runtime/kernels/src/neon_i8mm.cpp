@@ -74,6 +74,6 @@ bool supported() { return has_feature(26, 13, "hw.optional.arm.FEAT_I8MM"); }  /
 }  // namespace
 
 constinit const Path NEON_I8MM = {"neoni8mm", supported, STEP, ROWS_TO_EXPAND - 1, false, quantise_neon, multiply8,
-                                  multiply4, PANEL, multiply_float_neon, attend_neon, rotate_neon};
+                                  multiply4, PANEL, multiply_float_neon, attend_neon, rotate_neon, &ELEMENTWISE_NEON};
 
 }  // namespace tformer

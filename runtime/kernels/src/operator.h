@@ -4,7 +4,9 @@
 
 #include <new>
 
+#include "matrix.h"
 #include "ort_abi.h"
+#include "paths.h"
 
 namespace tformer {
 namespace {
@@ -48,6 +50,22 @@ ort::Status* guarded(const ort::Api* api, const Body& body) {
   float value = 0;
   check(ort::KernelInfoGetAttribute_float::call(api, info, name, &value));
   return value;
+}
+
+// The path of the attribute `path`, its place in the list of paths.
+[[maybe_unused]] inline const Path* path_of(const ort::Api* api, const ort::KernelInfo* info) {
+  constexpr int64_t MAX_PATHS = 64;
+  const int64_t place = integer(api, info, "path");
+  const Path* path = place >= 0 && place < MAX_PATHS ? path_at(static_cast<size_t>(place)) : nullptr;
+  if (path == nullptr || !path->supported()) fail(api, "tformer-kernels: this processor lacks the path");
+  return path;
+}
+
+// The activation of the attributes `activation` and `alpha`.
+[[maybe_unused]] inline Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
+  const int64_t kind = integer(api, info, "activation");
+  if (kind < Activation::NONE || kind > Activation::SWISH) fail(api, "tformer-kernels: there is no such activation");
+  return {static_cast<Activation::Kind>(kind), number(api, info, "alpha")};
 }
 
 struct Parallel {

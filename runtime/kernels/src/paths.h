@@ -17,6 +17,13 @@ extern const Path SCALAR;
 
 // Functions that several paths share
 #if defined(__x86_64__)
+extern const Elementwise ELEMENTWISE_AVX512, ELEMENTWISE_AVX2;
+#elif defined(__aarch64__)
+extern const Elementwise ELEMENTWISE_NEON;
+#endif
+extern const Elementwise ELEMENTWISE_SCALAR;
+
+#if defined(__x86_64__)
 void attend_avx2(const AttentionTile& tile);
 void attend_avx512(const AttentionTile& tile);
 void rotate_avx2(const AttentionCall& call, size_t position, const float* from, float* into, float scale);

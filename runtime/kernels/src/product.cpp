@@ -79,6 +79,15 @@ void multiply_tile(const Tile& tile) {
   (tile.matrix->bits == 4 ? tile.matrix->path->multiply4 : tile.matrix->path->multiply8)(tile);
 }
 
+// Applies the activation of a call to what a task has computed, while it is in the cache.
+template <class AnyCall>
+void activate(const AnyCall& call, const Division::Ranges& part) {
+  if (call.activation.kind == Activation::NONE) return;
+  const size_t columns = call.matrix->columns, begin = part.panel_begin * PANEL, end = std::min(columns, part.panel_end * PANEL);
+  call.matrix->path->elementwise->activate(call.out + part.row_begin * columns + begin, part.row_end - part.row_begin, columns,
+                                           end - begin, call.activation);
+}
+
 void quantise_task(void* data, size_t i) {
   const Job& job = *static_cast<Job*>(data);
   const size_t begin = i * QUANTISE_ROWS, end = std::min(job.call->rows, begin + QUANTISE_ROWS);
@@ -93,6 +102,7 @@ void shared_task(void* data, size_t i) {
   try {
     multiply_tile({call.matrix, job.rows.numbers, job.rows.block_sums, job.rows.scales, call.out, row_begin, row_end,
                    panel_begin, panel_end, call.scaling.zero, call.column_first});
+    activate(call, {row_begin, row_end, panel_begin, panel_end});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }
@@ -110,6 +120,7 @@ void own_rows_task(void* data, size_t i) {
     multiply_tile({call.matrix, own.rows.numbers, own.rows.block_sums, own.rows.scales,
                    call.out + begin * call.matrix->columns, 0, end - begin, panel_begin, panel_end, call.scaling.zero,
                    call.column_first});
+    activate(call, {begin, end, panel_begin, panel_end});
   } catch (const std::bad_alloc&) {
     job.lacks_memory = true;
   }
@@ -125,6 +136,7 @@ void float_task(void* data, size_t i) {
   const FloatCall& call = *job.call;
   const auto [row_begin, row_end, panel_begin, panel_end] = job.division.ranges(i);
   call.matrix->path->multiply_float({call.matrix, call.x, call.out, row_begin, row_end, panel_begin, panel_end});
+  activate(call, {row_begin, row_end, panel_begin, panel_end});
 }
 
 }  // namespace

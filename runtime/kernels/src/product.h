@@ -25,6 +25,7 @@ struct Call {
   const float* x;  // (rows, K)
   float* out;      // (rows, N)
   size_t rows;
+  Activation activation;  // of the result
 };
 
 // Throws std::bad_alloc. The result of a row depends on the row alone, not on the division of the work.
@@ -35,6 +36,7 @@ struct FloatCall {
   const float* x;        // (rows, K)
   float* out;            // (rows, N)
   size_t rows;
+  Activation activation;
 };
 
 void multiply(const FloatCall& call, ParallelFor parallel_for, void* context);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention_rows.h"
+#include "elementwise_rows.h"
 #include "paths.h"
 #include "reference.h"
 
@@ -57,6 +58,7 @@ struct Number {
   static Type add(Type a, Type b) { return a + b; }
   static Type subtract(Type a, Type b) { return a - b; }
   static Type multiply(Type a, Type b) { return a * b; }
+  static Type divide(Type a, Type b) { return a / b; }
   static Type larger(Type a, Type b) { return a > b ? a : b; }
   static Type smaller(Type a, Type b) { return a < b ? a : b; }
   static Type round(Type x) { return std::nearbyintf(x); }
@@ -70,7 +72,9 @@ bool supported() { return true; }
 
 }  // namespace
 
+constinit const Elementwise ELEMENTWISE_SCALAR = ElementwiseRows<Number>::FUNCTIONS;
+
 constinit const Path SCALAR = {"scalar", supported, GROUP, 0, false, quantise_row, multiply8, multiply4, PANEL, multiply_float,
-                              attend_scalar, rotate_head};
+                              attend_scalar, rotate_head, &ELEMENTWISE_SCALAR};
 
 }  // namespace tformer

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../src/attention.h"
+#include "../src/elementwise.h"
 #include "../src/paths.h"
 
 extern "C" {
@@ -251,6 +252,44 @@ void compare_attention(const std::vector<std::string>& paths) {
   }
 }
 
+// Activations, gates and norms: all paths agree, and a row that is alone agrees with itself among others.
+void compare_elementwise(const std::vector<std::string>& paths) {
+  using namespace tformer;
+  const size_t rows = 1 + below(below(4) ? 20 : 300), size = 1 + below(below(2) ? 70 : 900), row = below(rows);
+  const std::vector<float> x = numbers(rows * 2 * size, +[] { return 12 * uniform(); }), residual = numbers(rows * size, uniform);
+  const std::vector<float> weight = numbers(size, uniform), bias = numbers(size, uniform);
+  const Activation activation{static_cast<Activation::Kind>(below(Activation::SWISH + 1)), positive()};
+  const bool has_residual = below(2), has_bias = below(2), keeps_sum = below(2);
+  const NormTile norm{x.data(), has_residual ? residual.data() : nullptr, weight.data(), has_bias ? bias.data() : nullptr,
+                      nullptr, nullptr, rows, size, 1e-5f, below(2) != 0};
+  const GateTile gated{x.data(), nullptr, rows, size, below(2) != 0, activation};
+  std::vector<float> expected[4];
+  for (const auto& name : paths) {
+    const Path& path = *find_path(name.c_str());
+    std::vector<float> actual[4] = {std::vector<float>(rows * size, NAN), std::vector<float>(rows * size, NAN),
+                                    std::vector<float>(rows * size, NAN), x};
+    NormTile all = norm, one = norm;
+    all.out = actual[0].data(), all.sum = keeps_sum ? actual[1].data() : nullptr;
+    normalise(path, all, one_by_one, nullptr);
+    GateTile gates = gated;
+    gates.out = actual[2].data();
+    gate(path, gates, one_by_one, nullptr);
+    path.elementwise->activate(actual[3].data(), rows, 2 * size, size, activation);
+    std::vector<float> alone(size);
+    one.x += row * size, one.out = alone.data(), one.rows = 1;
+    if (has_residual) one.residual += row * size;
+    normalise(path, one, one_by_one, nullptr);
+    bool same = is_same(alone.data(), actual[0].data() + row * size, size);
+    if (name == paths.front())
+      for (size_t i = 0; i < 4; i++) expected[i] = actual[i];
+    for (size_t i = 0; i < 4; i++) same = same && is_same(actual[i].data(), expected[i].data(), actual[i].size());
+    if (same) continue;
+    std::printf("%s differs: rows %zu of %zu, activation %d, norm with residual %d, bias %d\n", name.c_str(), rows, size,
+                activation.kind, has_residual, has_bias);
+    std::exit(1);
+  }
+}
+
 // Sizes and handles that must be refused before anything is read.
 void give_nonsense(const std::vector<std::string>& paths) {
   const uint64_t sizes[] = {0, 65536, uint64_t{1} << 25, uint64_t{1} << 63, ~uint64_t{0}};
@@ -296,9 +335,10 @@ int main(int count, char** arguments) {
     compare(test, paths);
     compare_floats(test, paths);
     compare_attention(paths);
+    compare_elementwise(paths);
   }
   if (tformer_kernels_matrices() != 0) std::abort();
-  std::printf("%d products and attentions are the same on", rounds);
+  std::printf("%d products, attentions, activations, gates and norms are the same on", rounds);
   for (const auto& path : paths) std::printf(" %s", path.c_str());
   std::printf("\n");
 }

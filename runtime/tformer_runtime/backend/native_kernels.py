@@ -1,7 +1,7 @@
 """Optional native kernels for products and attention: the library of the wheel `tformer-kernels`.
 
 The library registers operators with onnxruntime, which take the place of the operators of a product or an attention
-when a file is loaded (`format.product_rewrite`). Results of quantised products have the same bits; those of float32
+when a file is loaded (`rewriting.product_rewrite`). Results of quantised products have the same bits; those of float32
 products and of attention are added in another order. Without the library, or on a processor that it has no path for,
 files run as they are. Figures: docs/design/kernels.md#native-kernels.
 
@@ -26,20 +26,20 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.base.extras import import_onnxruntime
-from tformer_runtime.format.float_product import FloatProduct
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
-from tformer_runtime.format.product_rewrite import PACKED_PRODUCT, replace_products
-from tformer_runtime.format.quantized_product import QuantizedProduct
-from tformer_runtime.format.stored_weights import read_rows_of_6_bits
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.format.weight_forms import MIDDLE
+from tformer_runtime.rewriting.float_product import FloatProduct
+from tformer_runtime.rewriting.product_rewrite import PACKED_PRODUCT, replace_products
+from tformer_runtime.rewriting.quantized_product import QuantizedProduct
+from tformer_runtime.rewriting.stored_weights import read_rows_of_6_bits
 
 logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE = "0", "products"
-VERSION = 4  # of the library's functions and operator
+VERSION = 5  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -169,7 +169,8 @@ class LoadingProducts:
         """
         pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
         path = self.kernels.attention_path if is_float32 else None
-        model, self.count, self.attentions = replace_products(model, folder, self._pack, pack_float, path)
+        rewritten = replace_products(model, folder, self._pack, pack_float, path)
+        model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 

@@ -34,13 +34,13 @@ from tformer_runtime.base.errors import (
 )
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
-from tformer_runtime.format.derived_weights import with_derived_weights
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.format.manifest_checks import check_graph
 from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata, verify_file
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
 from tformer_runtime.format.stage_split import Stage, extract_stage
+from tformer_runtime.rewriting.derived_weights import with_derived_weights
 
 logger = logging.getLogger("tformer")
 

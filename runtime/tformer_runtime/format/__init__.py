@@ -6,7 +6,6 @@ typed_json       JSON as dataclasses, by their type hints
 digest           whether a file is as the exporter wrote it
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two
-derived_weights  compute the weights that a file derives from stored ones
 weight_forms     the forms of weights, made by numpy
 sizes            lengths of one row along the free axes of its inputs and outputs
 dtypes           types that numpy does not have
@@ -14,9 +13,5 @@ onnx_fields      field numbers of onnx.proto
 onnx_wire        protobuf's wire format
 onnx_graph       a model as nodes that can be replaced
 weight_files     the bytes of weights, mapped into memory
-stored_weights   recognise the stored form of integer weights
-quantized_product  recognise the operators of a quantised product
-float_product    recognise a float32 product
-product_rewrite  replace products by operators of native kernels
 info             facts about a file, for people
 """

@@ -22,6 +22,7 @@ from tformer_runtime.format.onnx_fields import (
     ATTRIBUTE_I,
     ATTRIBUTE_INTS,
     ATTRIBUTE_NAME,
+    ATTRIBUTE_S,
     ATTRIBUTE_TYPE,
     ATTRIBUTE_TYPE_FLOAT,
     ATTRIBUTE_TYPE_GRAPH,
@@ -132,6 +133,11 @@ class Node:
         """Return the names of all attributes."""
         attributes = (value.content for value in iter_fields(self.encoded) if value.number == NODE_ATTRIBUTE)
         return [_text(attribute, ATTRIBUTE_NAME) for attribute in attributes]
+
+    def text_attribute(self, name: str) -> str:
+        """Return an attribute that is a text; empty if there is none."""
+        attributes = (value.content for value in iter_fields(self.encoded) if value.number == NODE_ATTRIBUTE)
+        return next((_text(each, ATTRIBUTE_S) for each in attributes if _text(each, ATTRIBUTE_NAME) == name), "")
 
 
 @dataclass(eq=False, repr=False)

@@ -24,7 +24,7 @@ from tformer_runtime import OptionError, ParityError
 from tformer_runtime.backend.native_kernels import OFF, VARIABLE
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import SpecialTokens
-from tformer_runtime.format.product_rewrite import FLOAT_OPERATOR, OPERATOR
+from tformer_runtime.rewriting.product_rewrite import FLOAT_OPERATOR, OPERATOR
 
 SOURCE_VOCABULARY, TARGET_VOCABULARY, WIDTH = 40, 37, 32
 SENSITIVE_LAYER = "decoder.0.feedforward.contract"  # has a weight that 4 bits cannot represent with its neighbours

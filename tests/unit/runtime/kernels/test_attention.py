@@ -18,9 +18,9 @@ from support.native_products import PATHS, requires_kernels
 
 from tformer_runtime.backend import native_kernels
 from tformer_runtime.backend.native_kernels import ATTENTION_PATHS, PRODUCTS_ALONE, LoadingProducts, load_kernels
-from tformer_runtime.format.attention_rewrite import NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import Rewritten, replace_products
+from tformer_runtime.rewriting.attention_rewrite import NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION
+from tformer_runtime.rewriting.product_rewrite import Rewritten, replace_products
 
 pytestmark = requires_kernels
 

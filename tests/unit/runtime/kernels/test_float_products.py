@@ -31,7 +31,7 @@ from tformer_runtime.backend.native_kernels import ALL_BITS, BITS_OF_PATH, FLOAT
 from tformer_runtime.backend.session import Session
 from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import DOMAIN, FLOAT_OPERATOR, replace_products
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, FLOAT_OPERATOR, Rewritten, replace_products
 
 G2P_PRODUCTS = 49  # 24 of the encoder, 25 of the decoder
 FORMS = ("MatMul", "MatMul of a transpose", "Gemm", "Gemm, transB", "FusedMatMul", "FusedMatMul, transB")
@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite_are_as_in_ieee_arithmetic(path):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_each_form_is_replaced_with_its_bias(form, has_bias):
     case = FloatCase(64, 48, form, has_bias)
-    rewritten, count, _ = replace_products(case.model(), Path(), lambda product, files: 1, lambda product, files: 1)
+    rewritten, count, *_ = replace_products(case.model(), Path(), lambda product, files: 1, lambda product, files: 1)
     assert count == 1
     assert [node.op_type for node in parse_model(rewritten).graph.nodes] == [FLOAT_OPERATOR]
     onnx.ModelProto.FromString(rewritten)
@@ -259,14 +259,14 @@ def test_bias_that_is_read_elsewhere_or_has_another_shape_stays_apart():
     read.graph.output.append(helper.make_tensor_value_info("p", onnx.TensorProto.FLOAT, None))
     for proto in (wide, read):
         model = proto.SerializeToString()
-        rewritten, count, _ = replace_products(model, Path(), lambda product, files: 1, lambda product, files: 1)
+        rewritten, count, *_ = replace_products(model, Path(), lambda product, files: 1, lambda product, files: 1)
         assert (count, [node.op_type for node in parse_model(rewritten).graph.nodes]) == (1, [FLOAT_OPERATOR, "Add"])
 
 
 def test_float_products_stay_without_their_kernels():
     model = FloatCase(64, 48).model()
-    assert replace_products(model, Path(), lambda product, files: 1) == (model, 0, 0)
-    assert replace_products(model, Path(), lambda product, files: 1, lambda product, files: None) == (model, 0, 0)
+    assert replace_products(model, Path(), lambda product, files: 1) == Rewritten(model)
+    assert replace_products(model, Path(), lambda product, files: 1, lambda product, files: None) == Rewritten(model)
 
 
 @requires_kernels
@@ -307,7 +307,7 @@ def test_matrix_of_two_readers_is_packed_once_and_stays_for_the_other():
     proto.graph.output.append(helper.make_tensor_value_info("row", onnx.TensorProto.FLOAT, None))
     given = []
     model = proto.SerializeToString()
-    _, count, _ = replace_products(model, Path(), lambda p, f: None, lambda product, files: given.append(product) or 1)
+    _, count, *_ = replace_products(model, Path(), lambda p, f: None, lambda product, files: given.append(product) or 1)
     assert count == 2
     assert given[0].tensor == given[1].tensor
     session = open_native_session(model, "scalar", products=2)
@@ -363,7 +363,7 @@ def file(g2p_file):
 @requires_kernels
 def test_all_products_of_a_shipped_model_are_replaced(file):
     model, folder = read_mapped_model(file)
-    rewritten, count, _ = replace_products(model, folder, lambda product, files: 1, lambda product, files: 1)
+    rewritten, count, *_ = replace_products(model, folder, lambda product, files: 1, lambda product, files: 1)
     operators = [node.op_type for graph in parse_model(rewritten).graph.all_graphs() for node in graph.nodes]
     assert count == operators.count(FLOAT_OPERATOR) == G2P_PRODUCTS
     assert len(rewritten) < len(model)

@@ -16,7 +16,8 @@ from onnx import helper
 from support.native_products import KERNELS, PATHS, Product, kernels_of, open_native_session, requires_kernels
 from support.small_graphs import model_of
 
-from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR
+from tformer_runtime.rewriting.elementwise_rewrite import Activation
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, OPERATOR
 
 pytestmark = requires_kernels
 
@@ -42,7 +43,7 @@ def operator(handle: int, inner: int | str = INNER, **changes: int | float) -> o
     assert KERNELS is not None
     attributes = {
         "handle": handle, "magnitude": 1, "zero": 128, "reciprocal": 0, "column_first": 0, "floor": 0.0,
-        "step": 1 / 127, "fixed_scale": 0.0, **changes,
+        "step": 1 / 127, "fixed_scale": 0.0, **Activation().attributes(), **changes,
     }  # fmt: skip
     node = helper.make_node(OPERATOR, ["x"], ["y"], domain=DOMAIN, **attributes)
     model = model_of([node], {"x": ["rows", inner]}, {"y": ["rows", "columns"]}, {})

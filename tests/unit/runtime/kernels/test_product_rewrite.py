@@ -22,7 +22,7 @@ from tformer_runtime.cli.main import main
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.format.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, replace_products
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, OPERATOR, PRODUCTS, Rewritten, replace_products
 
 WORDS = ["hello", "transformer", "a", "kernel"]
 FORMS = {
@@ -54,7 +54,7 @@ def operators(model: bytes) -> list[str]:
 def test_all_products_of_a_shipped_model_are_replaced(file):
     model, folder = read_mapped_model(file)
     before = operators(model)
-    rewritten, count, _ = replace_products(model, folder, lambda product, files: 1)
+    rewritten, count, *_ = replace_products(model, folder, lambda product, files: 1)
     after = operators(rewritten)
     assert count == before.count(PRODUCTS[0]) + before.count(PRODUCTS[1]) == sum(STAGE_PRODUCTS.values())
     assert after.count(OPERATOR) == count
@@ -205,7 +205,7 @@ def test_result_within_a_product_stays_readable():
 
 def test_refused_weights_stay_with_onnxruntime():
     model = Product(64, 48).model()
-    assert replace_products(model, Path(), lambda product, files: None) == (model, 0, 0)
+    assert replace_products(model, Path(), lambda product, files: None) == Rewritten(model)
 
 
 @pytest.mark.parametrize(
@@ -246,4 +246,4 @@ def test_file_without_quantised_products_is_unchanged():
     del plain.graph.node[:]
     plain.graph.node.append(helper.make_node("Identity", ["x"], ["y"]))
     content = plain.SerializeToString()
-    assert replace_products(content, Path(), lambda product, files: 1) == (content, 0, 0)
+    assert replace_products(content, Path(), lambda product, files: 1) == Rewritten(content)

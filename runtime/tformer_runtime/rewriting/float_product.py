@@ -8,9 +8,9 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
-from tformer_runtime.format.quantized_product import CONTRIB, Readers
-from tformer_runtime.format.stored_weights import is_operator
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.quantized_product import CONTRIB, Readers
+from tformer_runtime.rewriting.stored_weights import is_operator
 
 FLOAT_PRODUCTS = ("MatMul", "Gemm", "FusedMatMul")
 MIN_NUMBERS = 1024  # of a matrix: the exporter leaves smaller ones in float, and nothing is gained

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, new_node, rename_values, tensor_array
-from tformer_runtime.format.quantized_product import CONTRIB
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.quantized_product import CONTRIB
 
 ATTENTION, CONTEXT_ATTENTION = "GroupQueryAttention", "MultiHeadAttention"
 NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION = "Attention", "ContextAttention"

@@ -1,4 +1,4 @@
-"""Replace the operators of a product by one operator of native kernels, in a model that is being loaded; and attention.
+"""Replace operators by those of native kernels in a model that is being loaded.
 
 The file keeps its standard operators: only the model that onnxruntime gets at load is rewritten. Weights are packed by
 the kernels (`Packer`) and removed from the model, if nothing else reads them.
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.format.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
-from tformer_runtime.format.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
-from tformer_runtime.format.quantized_product import QuantizedProduct, Readers, find_product
-from tformer_runtime.format.stored_weights import is_operator
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
+from tformer_runtime.rewriting.elementwise_rewrite import Activation, replace_elementwise
+from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
+from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
+from tformer_runtime.rewriting.stored_weights import is_operator
 
 DOMAIN = "ai.tformer"
 OPERATOR, FLOAT_OPERATOR = "RowQuantizedMatMul", "PackedMatMul"
@@ -47,6 +48,7 @@ class Rewritten(NamedTuple):
     model: bytes
     products: int = 0
     attentions: int = 0
+    elementwise: int = 0  # activations, gates and norms
 
 
 def replace_products(
@@ -61,8 +63,8 @@ def replace_products(
     model: as `model_file.read_mapped_model` returns it; it is returned unchanged if nothing is replaced.
     folder: of the files with the weights.
     pack_float: None to leave float32 products to onnxruntime.
-    attention_path: the place of the path that computes attention in the library; None to leave it to onnxruntime. The
-        model's floats are float32 then.
+    attention_path: the place of the path that computes all but products in the library; None to leave it to
+        onnxruntime. The model's floats are float32 then.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
@@ -94,6 +96,7 @@ def _rewritten(
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
+        elementwise = sum(replacement.replace_elementwise(graph) for graph in graphs)
     if not products and not attentions:
         return Rewritten(model)
     for graph in graphs:
@@ -104,7 +107,7 @@ def _rewritten(
     remove_unread(parsed.graph)  # what the branches for few rows alone have read
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
-    return Rewritten(parsed.encode(), products, attentions)
+    return Rewritten(parsed.encode(), products, attentions, elementwise)
 
 
 def _without_loops(graph: Graph) -> Iterator[Graph]:
@@ -140,6 +143,12 @@ class _Replacement:
         graph.index()
         return count
 
+    def replace_elementwise(self, graph: Graph) -> int:
+        """Replace the activations, gates and norms of one graph, without its branches, and return their number."""
+        if self.attention_path is None:
+            return 0
+        return replace_elementwise(graph, self.files, DOMAIN, (OPERATOR, FLOAT_OPERATOR), self.attention_path)
+
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""
         if not any(node.op_type in (*PRODUCTS, *FLOAT_PRODUCTS) for node in graph.nodes):
@@ -165,7 +174,13 @@ class _Replacement:
             floats = find_float_product(graph, node, readers, self.inputs, self.files)
             handle = self.pack_float(floats, self.files) if floats is not None else None
             if floats is not None and handle is not None:
-                new = new_node(FLOAT_OPERATOR, DOMAIN, [floats.source], [floats.result], {"handle": handle})
+                new = new_node(
+                    FLOAT_OPERATOR,
+                    DOMAIN,
+                    [floats.source],
+                    [floats.result],
+                    {"handle": handle, **Activation().attributes()},
+                )
                 return floats.last, new
         return None
 
@@ -181,6 +196,7 @@ def _operator(product: QuantizedProduct, handle: int) -> Node:
         "floor": float(scaling.floor),
         "step": float(scaling.step),
         "fixed_scale": float(scaling.fixed_scale),
+        **Activation().attributes(),
     }
     return new_node(OPERATOR, DOMAIN, [product.source], [product.result], attributes)
 

@@ -24,11 +24,11 @@ from tformer_runtime.backend.session import Session
 from tformer_runtime.base import scratch_files
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format import derived_weights
-from tformer_runtime.format.derived_weights import with_derived_weights
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_wire import bytes_field
-from tformer_runtime.format.product_rewrite import replace_products
+from tformer_runtime.rewriting import derived_weights
+from tformer_runtime.rewriting.derived_weights import with_derived_weights
+from tformer_runtime.rewriting.product_rewrite import replace_products
 
 VOCABULARY = 200
 

@@ -21,8 +21,8 @@ import numpy as np
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.format.onnx_fields import DATA_TYPE_FLOAT
 from tformer_runtime.format.onnx_graph import Graph, Node, tensor_array
-from tformer_runtime.format.stored_weights import StoredWeights, find_stored_weights, is_operator
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.stored_weights import StoredWeights, find_stored_weights, is_operator
 
 CONTRIB = "com.microsoft"
 

@@ -39,14 +39,14 @@ from tformer_runtime.format.onnx_graph import (
     remove_unread,
     tensor_array,
 )
-from tformer_runtime.format.product_rewrite import DAMAGE, PACKED_PRODUCT, PRODUCTS, UNPARSED_BRANCHES
-from tformer_runtime.format.stored_weights import (
+from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.product_rewrite import DAMAGE, PACKED_PRODUCT, PRODUCTS, UNPARSED_BRANCHES
+from tformer_runtime.rewriting.stored_weights import (
     StoredWeights,
     find_packed_weights,
     find_stored_weights,
     read_rows_of_6_bits,
 )
-from tformer_runtime.format.weight_files import WeightFiles
 
 logger = logging.getLogger("tformer")
 
