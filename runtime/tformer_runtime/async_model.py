@@ -393,7 +393,7 @@ class AsyncModel:
             outputs = [request.outputs or () for request in requests]
 
             def make_result() -> Any:
-                check_numbers(outputs)
+                check_numbers(requests)
                 return call.result(reading, outputs)
 
             is_large = sum(value.size for values in outputs for value in values) > MAX_LOOP_VALUES

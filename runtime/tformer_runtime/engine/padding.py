@@ -73,26 +73,32 @@ def _pad_rows(
         raise InputError(f"input {spec.name} has {len(values)} rows where {rows} are to be run")
     items = [np.asarray(value) for value in values]
     row_shape = spec.shape[1:]
-    for item in items:
-        if item.ndim != len(row_shape):
-            raise InputError(f"input {spec.name} takes {len(row_shape)} axes a row, not {item.ndim}")
-        if item.size == 0:
-            raise InputError(f"input {spec.name} is empty")
-        if spec.max_length is not None and len(item) > spec.max_length:
-            raise InputError(f"input {spec.name} is {len(item)} long and the model takes at most {spec.max_length}")
-        for axis, (size, expected) in enumerate(zip(item.shape, row_shape, strict=True)):
-            fits = not isinstance(expected, int) or size == expected or (masked and axis == 0 and size < expected)
-            if not fits:
-                raise InputError(f"input {spec.name} has the shape {item.shape} where {row_shape} is needed")
-    shape = [max(item.shape[axis] for item in items) for axis in range(len(row_shape))]
+    item_shapes = dict.fromkeys(item.shape for item in items)
+    for item_shape in item_shapes:
+        _check_row(spec, item_shape, masked)
+    shape = [max(sizes) for sizes in zip(*item_shapes, strict=True)]
     if isinstance(row_shape[0], int):
         shape[0] = row_shape[0]
     else:
         shape[0] = min(shape[0] + extra_padding, spec.max_length or shape[0] + extra_padding)
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
-    for row, item in enumerate(items):
-        array[row][tuple(slice(0, size) for size in item.shape)] = item
+    for row, item in zip(array, items, strict=True):
+        row[tuple(map(slice, item.shape))] = item
     return array
+
+
+def _check_row(spec: RequestInput, shape: tuple[int, ...], masked: bool) -> None:
+    """Raise InputError for a row of a shape that an input cannot have. masked: as for `_pad_rows`."""
+    if len(shape) != len(spec.shape) - 1:
+        raise InputError(f"input {spec.name} takes {len(spec.shape) - 1} axes a row, not {len(shape)}")
+    if 0 in shape:
+        raise InputError(f"input {spec.name} is empty")
+    if spec.max_length is not None and shape[0] > spec.max_length:
+        raise InputError(f"input {spec.name} is {shape[0]} long and the model takes at most {spec.max_length}")
+    for axis, (size, expected) in enumerate(zip(shape, spec.shape[1:], strict=True)):
+        fits = not isinstance(expected, int) or size == expected or (masked and axis == 0 and size < expected)
+        if not fits:
+            raise InputError(f"input {spec.name} has the shape {shape} where {spec.shape[1:]} is needed")
 
 
 def _make_mask(spec: RequestInput, lengths: Mapping[str, Array], arrays: Mapping[str, Array]) -> Array:

@@ -197,7 +197,7 @@ class Inputs:
             ids = np.array(encoded, np.int64)
         else:
             ids = _as_array(value)
-            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
                 raise InputError(f"input {name} takes text or a sequence of whole numbers")
             ids = ids.astype(np.int64)
             self._check_ids(name, ids)
@@ -295,7 +295,9 @@ class Inputs:
             ids, types = self._readers[index].read(self._readable(spec.name, text, max_tokens is not None), max_tokens)
         else:
             ids = self.ids(spec.name, value, add_special_tokens=True)[:max_tokens]
-            types = np.zeros_like(ids)
+            types = np.zeros(len(ids), np.int64)
+            self._check_length(spec, ids)
+            return ids, types
         self._check_length_and_ids(spec, ids)
         return ids, types
 
@@ -330,6 +332,10 @@ class Inputs:
             raise InputError("the input is empty")
         if spec.vocabulary is not None and (beyond := ids[ids >= spec.vocabulary]).size:
             raise InputError(f"the tokenizer gives the id {beyond[0]}, and the model's end at {spec.vocabulary - 1}")
+        self._check_length(spec, ids)
+
+    @staticmethod
+    def _check_length(spec: RequestInput, ids: Ints) -> None:
         if spec.max_length is not None and len(ids) > spec.max_length:
             raise InputError(
                 f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}: shorten it, or "
@@ -348,7 +354,7 @@ class Inputs:
         if not isinstance(input, Mapping):
             if len(required) != 1:
                 raise InputError(f"the model reads several inputs: give a mapping with {', '.join(required)}")
-            input = {required[0]: input}
+            return {required[0]: input}
         self._check_names([*required, *(name for name in optional if name in input)], input)
         return input
 
@@ -386,8 +392,9 @@ class Inputs:
 
     def _check_ids(self, name: str, ids: Ints) -> None:
         size = self._vocabulary_size(name)
-        unknown = np.flatnonzero((ids < 0) | (ids >= (ids.max(initial=0) + 1 if size is None else size)))
-        if unknown.size:
+        end = 2**63 if size is None else size
+        if ids.size and ids.view(np.uint64).max() >= end:  # as unsigned numbers, negative ids are beyond any end
+            unknown = np.flatnonzero(ids.view(np.uint64) >= np.uint64(end))
             ends = "" if size is None else f", which ends at {size - 1}"
             index = int(unknown[0])
             raise InputError(

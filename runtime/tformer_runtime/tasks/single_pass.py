@@ -42,11 +42,15 @@ SelectOutputs = Callable[[Outputs, Mapping[str, Array]], Outputs]
 
 @dataclass(eq=False)
 class SinglePassRequest:
-    """One run of the model: its inputs, then its outputs or its error."""
+    """One run of the model: its inputs, then its outputs or its error.
+
+    may_have_nan: whether NaN is in the outputs of its batch.
+    """
 
     sources: Mapping[str, Array]
     outputs: Outputs | None = None
     error: Exception | None = None
+    may_have_nan: bool = False
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -168,17 +172,21 @@ def _make_result(item: SinglePassInput) -> tuple[TaskInput, list[Outputs]]:
     """Return the input with its outputs. Raise InputError for NaN; infinity may stand for a mask."""
     outputs = [request.outputs or () for request in item.requests]
     try:
-        check_numbers(outputs)
+        check_numbers(item.requests)
     except InputError as error:
         raise with_input_number(error, item.index + 1) from error
     return item.arrays, outputs
 
 
-def check_numbers(outputs: Iterable[Outputs]) -> None:
-    """Raise InputError for NaN in the outputs of an input."""
-    for value in (value for values in outputs for value in values):
-        if value.dtype.kind == "f" and np.isnan(value).any():
+def check_numbers(requests: Iterable[SinglePassRequest]) -> None:
+    """Raise InputError for NaN in the outputs of an input. requests: of the input."""
+    for request in requests:
+        if request.may_have_nan and any(map(_has_nan, request.outputs or ())):
             raise InputError(NOT_FINITE)
+
+
+def _has_nan(value: Array) -> bool:
+    return value.dtype.kind == "f" and bool(np.isnan(value).any())
 
 
 def single_pass_queue(
@@ -235,7 +243,13 @@ def _run_batch(engine: Engine, select_outputs: SelectOutputs, requests: Sequence
     sources = {name: [request.sources[name] for request in requests] for name in requests[0].sources}
     encoded = engine.encode(sources, len(requests))
     outputs = [(spec.shape[1:], encoded[spec.name].numpy()) for spec in encode.outputs]
+    has_free_axes = any(isinstance(axis, str) for shape, _ in outputs for axis in shape)
+    may_have_nan = any(_has_nan(value) for _, value in outputs)  # of padding, perhaps
     for row, request in enumerate(requests):
-        sizes = input_and_output_sizes(encode, request.sources)
-        selected = select_outputs([crop(sizes, shape, value[row]) for shape, value in outputs], request.sources)
+        values = [value[row] for _, value in outputs]
+        if has_free_axes:
+            sizes = input_and_output_sizes(encode, request.sources)
+            values = [crop(sizes, shape, value) for (shape, _), value in zip(outputs, values, strict=True)]
+        selected = select_outputs(values, request.sources)
+        request.may_have_nan = may_have_nan
         request.outputs = [np.array(value) for value in selected]  # copies: a slice would hold the whole batch's array
