@@ -1,13 +1,13 @@
-"""Optional native kernels for products and attention: the library of the wheel `tformer-kernels`.
+"""Optional native kernels for products, attention and norms: the library of the wheel `tformer-kernels`.
 
-The library registers operators with onnxruntime, which take the place of the operators of a product or an attention
-when a file is loaded (`rewriting.product_rewrite`). Results of quantised products have the same bits; those of float32
-products and of attention are added in another order. Without the library, or on a processor that it has no path for,
-files run as they are. Figures: docs/design/kernels.md#native-kernels.
+The library registers operators with onnxruntime, which take the place of standard operators when a file is loaded
+(`rewriting.product_rewrite`). Results of quantised products have the same bits; the others differ in their last bits.
+Without the library, or on a processor that it has no path for, files run as they are. Figures:
+docs/design/kernels.md#native-kernels.
 
 The environment variable TFORMER_KERNELS chooses: `0` for no kernels; the name of a path, which then computes all
-products and attentions, if the processor has it; `products`, alone or after a path and a comma, to leave attention to
-onnxruntime.
+operators that the kernels know, if the processor has it; `products`, alone or after a path and a comma, to leave all
+but products to onnxruntime.
 """
 
 from __future__ import annotations
