@@ -1,7 +1,7 @@
 """Recognition of what a layer computes between products, where native kernels compute it with fewer passes over memory.
 
     activation of a product's result                     → an attribute of the product
-    Split in halves, activation of one half, Mul         → Gate
+    Split of it in halves, activation of one half, Mul   → Gate
     Add of a product's result and another value, norm    → Norm, whose second result is the sum
     LayerNormalization, RMSNormalization                 → Norm
 
@@ -144,7 +144,7 @@ class _Rewriting:
         readers = Readers(self.graph)
         new_nodes: dict[int, Node | None] = {}
         for split in self.graph.nodes:
-            if not self._splits_in_halves(split):
+            if not self._splits_in_halves(split) or not self._is_from_product(split.inputs[0]):
                 continue
             for place, half in enumerate(split.outputs):
                 found = self._activated(half, readers)
@@ -196,8 +196,12 @@ class _Rewriting:
         """Return whether a node adds a product's result and another value, which have the same shape as a rule."""
         if not is_operator(node, "Add", 2):
             return False
-        producers = [self.graph.producers.get(name) for name in node.inputs]
-        return any(producer is not None and self._is_product(producer) for producer in producers)
+        return any(map(self._is_from_product, node.inputs))
+
+    def _is_from_product(self, name: str) -> bool:
+        """Return whether a value is the result of a product, and so of float32."""
+        producer = self.graph.producers.get(name)
+        return producer is not None and self._is_product(producer)
 
     def _norm_attributes(self, node: Node) -> dict[str, int | float] | None:
         """Return the attributes of the native operator of a norm; None for other nodes."""

@@ -368,6 +368,17 @@ def test_sum_that_is_no_residual_stays():
     assert rewritten(proto.SerializeToString()) == [FLOAT_OPERATOR, "Add", NATIVE_NORM]
 
 
+def test_gate_of_another_value_stays():
+    """It may have another type than float32."""
+    proto = onnx.ModelProto.FromString(GATE)
+    proto.graph.node[1].input[0] = "wide"
+    proto.graph.node.insert(1, helper.make_node("Cast", ["p"], ["wide"], to=TensorProto.DOUBLE))
+    proto.graph.output[0].type.tensor_type.elem_type = TensorProto.DOUBLE
+    model, x = proto.SerializeToString(), rows_of(4, 0)
+    assert rewritten(model) == [FLOAT_OPERATOR, "Cast", "Split", "Gelu", "Mul"]
+    assert run(model, "scalar", x=x)[0].dtype == np.float64
+
+
 def test_default_attributes_are_those_of_the_operator():
     model = changed(NORM, "LayerNormalization", axis=None, epsilon=None)
     x = rows_of(3, 0)[:, None] * np.float32(1e-3)
