@@ -61,6 +61,11 @@ def choose(page, name):
     page.get_by_role("heading", name=name, exact=True, level=2).wait_for()
 
 
+def wait_until_done(page):
+    """Wait for the status that screen readers say."""
+    page.get_by_role("status").filter(has_text=re.compile(r"^Done in [\d.]+ m?s$")).wait_for()
+
+
 def rows_of(page):
     """Return the rows of the first table of the result, as (name, number)."""
     page.locator(".result table tbody tr").first.wait_for()
@@ -109,7 +114,7 @@ def test_text_is_completed(task_server, references, open_page):
     page.get_by_label("Text").fill("hello")
     page.get_by_label("Maximum tokens").fill("9")
     page.get_by_role("button", name="Generate").click()
-    page.get_by_role("button", name="Generate").and_(page.locator(":enabled")).wait_for()
+    wait_until_done(page)
     expected = references["letters"].generate("hello", max_new_tokens=9).text
     assert page.locator(".result .text").evaluate("node => node.textContent") == expected
 
@@ -275,13 +280,13 @@ def test_narrow_page_has_its_models_in_a_row(task_server, open_page):
 
 def test_page_may_load_nothing_of_others(task_server):
     with task_server.http() as client:
-        for path in ("/", "/page/main.js", "/page/style.css"):
+        for path in ("/", "/page/main.js", "/page/components/style.css", "/page/components/elements.js"):
             answer = client.get(path)
             policy = answer.headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
-        for path in ("/page/", "/page/ruff.toml", "/page/..%2Fapp.py", "/page/none.js"):
+        for path in ("/page/", "/page/ruff.toml", "/page/..%2Fapp.py", "/page/components", "/page/components/../../app.py"):
             assert client.get(path).status_code == 404
         assert "<script>" not in client.get("/").text
         assert " style=" not in client.get("/").text

@@ -104,7 +104,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
 
   /** Choose a model and wait for its form. */
   async function choose(name: string): Promise<void> {
-    await page.click(`button[data-file="${name}"]`);
+    await page.click(`button[data-model="${name}"]`);
     await page.waitForSelector("#form .facts", { timeout: HANG_MS });
   }
 
