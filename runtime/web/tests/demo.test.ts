@@ -14,7 +14,8 @@ import { modelPath } from "./support/models.js";
 const DEMO = resolve(import.meta.dirname, "../demo");
 const FILES = { g2p: "g2p-extras", words: "words", languages: "languages", elnino: "elnino" }; // name in the page → file
 const HANG_MS = 60_000;
-const MAX_GZIP_BYTES = 80_000; // of the page without models and WebAssembly
+const TEST_MS = 4 * HANG_MS; // of a test with all forms, on a machine that does other work
+const MAX_GZIP_BYTES = 70_000; // before a model is loaded; 60,000 are those of the library
 
 /** Start the server of the page. */
 async function serve(folder: string, port = 0): Promise<{ server: ChildProcess; address: string }> {
@@ -64,7 +65,7 @@ test("a build replaces the files of an earlier one, and no others", () => {
     expect(files()).toEqual(expected.sort());
     expect(readFileSync(join(dist, "models/one.onnx"), "utf8")).toBe("newer");
     expect(readFileSync(join(folder, "one.onnx"), "utf8")).toBe("newer"); // the list names no file outside of the folder
-    expect(readFileSync(join(dist, "service-worker.js"), "utf8")).toMatch(/^const FILES = .*"main.js".*;\nconst NAME/s);
+    expect(readFileSync(join(dist, "service-worker.js"), "utf8")).toMatch(/^const FILES = .*"main.js".*;$/m);
 
     // A file of somebody else is not replaced.
     write("mine.onnx", "another");
@@ -195,7 +196,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
     }
     chat.release();
     const long = "q".repeat(500);
-    await type(long);
+    await page.$eval("#form input", (input, text) => void ((input as HTMLInputElement).value = text), long);
     await page.click("#form form button");
     await page.waitForSelector('#form [role="alert"] .error', { timeout: HANG_MS });
     expect((await textOf('#form [role="alert"]'))[0]).toMatch(/tokens long/);
@@ -223,7 +224,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
         "#form input",
         (range, value) => {
           (range as HTMLInputElement).value = String(value);
-          range.dispatchEvent(new Event("input"));
+          range.dispatchEvent(new Event("input", { bubbles: true }));
         },
         horizon,
       );
@@ -239,65 +240,78 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
     expect(await textOf('#form [role="alert"] .error')).toEqual([]);
   }
 
-  test("each form gives the results of its model", async () => {
-    const response = (await page.goto(address))!;
-    const policy = response.headers()["content-security-policy"];
-    expect(policy).toContain("default-src 'none'");
-    expect(policy).not.toMatch(/unsafe-inline|unsafe-eval(?<!wasm-unsafe-eval)|\*|data:|https?:/);
-    expect(await page.evaluate(() => crossOriginIsolated)).toBe(true);
-    await useForms();
-    expect(problems).toEqual([]);
-  });
+  test(
+    "each form gives the results of its model",
+    async () => {
+      const response = (await page.goto(address))!;
+      const policy = response.headers()["content-security-policy"];
+      expect(policy).toContain("default-src 'none'");
+      expect(policy).not.toMatch(/unsafe-inline|unsafe-eval(?<!wasm-unsafe-eval)|\*|data:|https?:/);
+      expect(await page.evaluate(() => crossOriginIsolated)).toBe(true);
+      await useForms();
+      expect(problems).toEqual([]);
+    },
+    TEST_MS,
+  );
 
-  test("a narrow page in the dark scheme is used with the keyboard", async () => {
-    await page.setViewport({ width: 360, height: 640 });
-    await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
-    try {
-      await page.focus('button[data-model="elnino"]');
-      await page.keyboard.press("Enter");
-      await page.waitForSelector("#form svg.plot text", { timeout: HANG_MS });
-      const heights = await page.$$eval("#form svg.plot text", (labels) =>
-        labels.map((label) => label.getBoundingClientRect().height),
-      );
-      expect(Math.min(...heights)).toBeGreaterThan(9);
-      expect(await page.evaluate(() => document.activeElement!.id)).toBe("form");
-      await page.keyboard.press("Tab");
-      await page.keyboard.press("ArrowLeft");
-      const months = () => textOf("#form details tbody td");
-      await expect.poll(months, { timeout: HANG_MS }).toHaveLength(11);
+  test(
+    "a narrow page in the dark scheme is used with the keyboard",
+    async () => {
+      const heights = (selector: string) =>
+        page.$$eval(selector, (found) => found.map((one) => one.getBoundingClientRect().height));
+      await page.setViewport({ width: 360, height: 640 });
+      await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
+      try {
+        await page.focus('button[data-model="g2p"]');
+        await page.keyboard.press("Enter");
+        await page.waitForSelector("#form table.heat", { timeout: HANG_MS });
+        await isDone();
+        expect(Math.max(...(await heights("#form table.heat th")))).toBeLessThan(40); // one line
 
-      await page.focus('button[data-model="g2p"]');
-      await page.keyboard.press("Enter");
-      await page.waitForSelector("#form table.heat", { timeout: HANG_MS });
-      await isDone();
-      const tokens = await page.$$eval("#form table.heat th", (cells) =>
-        cells.map((cell) => cell.getBoundingClientRect().height),
-      );
-      expect(Math.max(...tokens)).toBeLessThan(40); // one line
-      expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(360);
-      const back = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
-      for (const part of back.match(/\d+/g)!) expect(Number(part)).toBeLessThan(64);
-    } finally {
-      await page.setViewport({ width: 800, height: 600 });
-      await page.emulateMediaFeatures([]);
+        await page.focus('button[data-model="elnino"]');
+        await page.keyboard.press("Enter");
+        await page.waitForSelector("#form svg.plot text", { timeout: HANG_MS });
+        expect(Math.min(...(await heights("#form svg.plot text")))).toBeGreaterThan(9);
+        expect(await page.evaluate(() => document.activeElement!.id)).toBe("form");
+        await page.keyboard.press("Tab");
+        await page.keyboard.press("ArrowLeft");
+        const months = () => textOf("#form details tbody td");
+        await expect.poll(months, { timeout: HANG_MS }).toHaveLength(11);
+        expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(360);
+        const back = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+        for (const part of back.match(/\d+/g)!) expect(Number(part)).toBeLessThan(64);
+      } finally {
+        await page.setViewport({ width: 800, height: 600 });
+        await page.emulateMediaFeatures([]);
+      }
+      expect(problems).toEqual([]);
+    },
+    TEST_MS,
+  );
+
+  test("the page loads little at once", () => {
+    const loaded = new Set(["index.html", "style.css", "icon.svg", "main.js"]);
+    for (const name of loaded) {
+      const text = readFileSync(join(dist, name), "utf8");
+      for (const [, part] of text.matchAll(/(?:from|import)\s*"\.\/([^"]+)"/g)) loaded.add(part);
     }
-    expect(problems).toEqual([]);
-  });
-
-  test("the page is small", () => {
-    const names = readdirSync(dist).filter((name) => /\.(js|mjs|css|html|svg)$/.test(name));
-    const sizes = names.map((name) => gzipSync(readFileSync(join(dist, name))).length);
+    expect(loaded.size).toBeGreaterThan(5);
+    const sizes = [...loaded].map((name) => gzipSync(readFileSync(join(dist, name))).length);
     expect(sizes.reduce((sum, size) => sum + size)).toBeLessThanOrEqual(MAX_GZIP_BYTES);
   });
 
-  test("without its server the page works the second time", async () => {
-    await page.waitForFunction(() => document.querySelector("#network")!.textContent!.includes("works offline"));
-    await end(server);
-    await expect(fetch(address)).rejects.toThrow();
-    problems.length = 0;
-    await page.reload();
-    await useForms();
-    // The library asks for another version of a model, and finds no network: the browser notes that itself.
-    expect(problems.filter((one) => !one.includes("net::ERR_CONNECTION_REFUSED"))).toEqual([]);
-  });
+  test(
+    "without its server the page works the second time",
+    async () => {
+      await page.waitForFunction(() => document.querySelector("#network")!.textContent!.includes("works offline"));
+      await end(server);
+      await expect(fetch(address)).rejects.toThrow();
+      problems.length = 0;
+      await page.reload();
+      await useForms();
+      // The library asks for another version of a model, and finds no network: the browser notes that itself.
+      expect(problems.filter((one) => !one.includes("net::ERR_CONNECTION_REFUSED"))).toEqual([]);
+    },
+    TEST_MS,
+  );
 });
