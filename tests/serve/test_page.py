@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 from support.served_tasks import picture, sound
-from support.servers import HANG_SECONDS, RunningServer
+from support.servers import HANG_SECONDS, RunningServer, StepGate
 
+import tformer_serve
+
+PAGE = Path(tformer_serve.__file__).parent / "page"
+MAX_GZIP_BYTES = 20_000  # of all files of the page
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PALETTE = """() => [...Array(8).keys()].map(number => {
     const mark = document.createElement("mark");
@@ -61,6 +67,11 @@ def choose(page, name):
     page.get_by_role("heading", name=name, exact=True, level=2).wait_for()
 
 
+def wait_until_done(page):
+    """Wait for the status that screen readers say."""
+    page.get_by_role("status").filter(has_text=re.compile(r"^Done in [\d.]+ m?s$")).wait_for()
+
+
 def rows_of(page):
     """Return the rows of the first table of the result, as (name, number)."""
     page.locator(".result table tbody tr").first.wait_for()
@@ -103,13 +114,51 @@ def test_chat_streams_and_keeps_the_conversation(files, references, open_page):
         assert page.locator(".message").count() == 0
 
 
+def test_stopped_answer_is_not_part_of_the_conversation(files, references, open_page):
+    with RunningServer({"chat": files["chat"]}) as server:
+        page = open_page(server)
+        page.get_by_label("Maximum tokens").first.fill("12")
+        message = page.get_by_label("Message")
+        message.fill("the oil")
+        with StepGate.closed(server.models["chat"].model) as gate:
+            page.keyboard.press("Control+Enter")
+            gate.wait_until_reached()
+            assert page.get_by_role("status").first.inner_text() == "Running …"
+            page.get_by_role("button", name="Stop").first.click()
+            page.get_by_role("status").filter(has_text="Stopped").wait_for()
+            gate.open()
+        assert message.input_value() == "the oil"  # it has no answer
+        assert page.locator(".message:not(.dropped)").count() == 0
+        message.fill("why")
+        page.keyboard.press("Control+Enter")
+        wait_until_done(page)
+        model = references["chat"]
+        expected = model.generate(model.prompt([{"role": "user", "content": "why"}]), max_new_tokens=12).text
+        last = page.locator(".message.assistant > span").last
+        assert last.evaluate("node => node.textContent") == expected
+
+
+def test_another_model_ends_the_request(files, open_page):
+    with RunningServer({name: files[name] for name in ("letters", "chat")}) as server:
+        page = open_page(server)
+        choose(page, "letters")
+        page.get_by_label("Text").fill("hello")
+        with StepGate.closed(server.models["letters"].model) as gate:
+            page.get_by_role("button", name="Generate").click()
+            gate.wait_until_reached()
+            page.evaluate("location.hash = 'chat'")  # as a link does
+            page.get_by_role("heading", name="chat", exact=True, level=2).wait_for()
+            gate.open()
+        server.wait_for("tformer_requests_total", 1, outcome="client_gone")
+
+
 def test_text_is_completed(task_server, references, open_page):
     page = open_page(task_server)
     choose(page, "letters")
     page.get_by_label("Text").fill("hello")
     page.get_by_label("Maximum tokens").fill("9")
     page.get_by_role("button", name="Generate").click()
-    page.get_by_role("button", name="Generate").and_(page.locator(":enabled")).wait_for()
+    wait_until_done(page)
     expected = references["letters"].generate("hello", max_new_tokens=9).text
     assert page.locator(".result .text").evaluate("node => node.textContent") == expected
 
@@ -244,6 +293,8 @@ def test_colours_can_be_read_and_the_keyboard_suffices(task_server, open_page, s
         names = (selector, "color"), (back, "backgroundColor")
         return [page.evaluate(f"([selector, name]) => ({style})(selector, name)", list(pair)) for pair in names]
 
+    border = page.evaluate(f"({style})('textarea', 'borderTopColor')")
+    assert contrast(border, colours("main", "main")[1]) >= 3
     for selector, back in (
         ("main h2", "main"),
         ("form button", "form button"),
@@ -273,15 +324,37 @@ def test_narrow_page_has_its_models_in_a_row(task_server, open_page):
     assert page.evaluate("document.documentElement.scrollWidth") <= 360  # the row of names scrolls, the page does not
 
 
+def test_labels_of_a_plot_are_legible_in_a_narrow_page(task_server, open_page):
+    page = open_page(task_server, viewport={"width": 360, "height": 640})
+    choose(page, "series")
+    page.get_by_role("textbox", name="History").fill("1 2\n2 3\n3 4.5")
+    page.get_by_role("button", name="Forecast", exact=True).click()
+    labels = page.locator("svg.plot text")
+    labels.first.wait_for()
+    assert min(label.bounding_box()["height"] for label in labels.all()) > 9
+    boxes = [label.bounding_box() for label in labels.all()]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 360 for box in boxes)
+
+
+def test_files_of_the_page_are_small_and_in_the_wheel():
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(PAGE.parents[2]))
+    shipped = {Path(one.path) for one in builder.recurse_included_files()}
+    pages = [path for path in PAGE.rglob("*") if path.is_file()]
+    assert {"index.html", "style.css", "icon.svg", "runForm.js"} <= {path.name for path in pages}
+    assert set(pages) <= shipped
+    assert sum(len(gzip.compress(path.read_bytes())) for path in pages) <= MAX_GZIP_BYTES
+
+
 def test_page_may_load_nothing_of_others(task_server):
     with task_server.http() as client:
-        for path in ("/", "/page/main.js", "/page/style.css"):
+        for path in ("/", "/page/main.js", "/page/components/style.css", "/page/components/elements.js"):
             answer = client.get(path)
             policy = answer.headers["Content-Security-Policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text)
-        for path in ("/page/", "/page/ruff.toml", "/page/..%2Fapp.py", "/page/none.js"):
+        outside = ("/page/..%2Fapp.py", "/page/components/../../app.py", "/page/components/..%2F..%2Fapp.py")
+        for path in ("/page/", "/page/ruff.toml", "/page/components", "/page/components/none.js", *outside):
             assert client.get(path).status_code == 404
         assert "<script>" not in client.get("/").text
         assert " style=" not in client.get("/").text

@@ -1,9 +1,37 @@
 // A form for each path that a model has.
 
 import { base64, events, post, postForm } from "./api.js";
-import { element, field, scores, spanned } from "./dom.js";
-import { heatMap, plot, short } from "./plot.js";
+import { conversation } from "./components/conversation.js";
+import { element, field } from "./components/elements.js";
+import { showForecast } from "./components/forecast.js";
+import { heatMap } from "./components/heatMap.js";
+import { markedText } from "./components/markedText.js";
+import { runForm } from "./components/runForm.js";
+import { scoreTable } from "./components/scoreTable.js";
 
+/**
+ * @typedef {object} Series
+ * @property {string[]} columns
+ * @property {string[]} targets
+ * @property {number | null} horizon
+ * @property {number} min_context_length
+ * @property {number | null} max_context_length
+ *
+ * @typedef {object} Facts
+ * @property {string} task
+ * @property {string[]} paths
+ * @property {string} reads
+ * @property {boolean} aligns
+ * @property {string} mask
+ * @property {string} times
+ * @property {Series} series
+ *
+ * @typedef {{ id: string, tformer: Facts }} ServedModel an entry of /v1/models
+ *
+ * @typedef {(model: ServedModel, signal: AbortSignal) => Node} MakeForm signal: ends the form
+ */
+
+/** @type {Record<string, [string, MakeForm]>} */
 const FORMS = {
   "/v1/chat/completions": ["Chat", chat],
   "/v1/completions": ["Completion", completion],
@@ -18,49 +46,34 @@ const FORMS = {
   "/v1/forecast": ["Forecast", forecast],
 };
 
-/** Return the elements of a model's forms. */
-export function formOf(model) {
-  const paths = model.tformer.paths.filter((path) => FORMS[path] && (path !== "/v1/generate" || model.tformer.aligns));
-  const readable = model.tformer.reads !== "numbers";
-  if (!paths.length || !readable) {
-    const list = model.tformer.paths.join(", ") || "no path";
+/**
+ * Return the forms of a model.
+ * @param {ServedModel} model
+ * @param {AbortSignal} signal ends them
+ */
+export function formsOf(model, signal) {
+  const { paths, aligns, reads } = model.tformer;
+  const shown = paths.filter((path) => FORMS[path] && (path !== "/v1/generate" || aligns));
+  if (!shown.length || reads === "numbers") {
+    const list = paths.join(", ") || "no path";
     return [element("p", {}, `This model has no form here: it reads numbers. The API has ${list} for it.`)];
   }
-  return paths.map((path) => {
+  return shown.map((path) => {
     const [title, make] = FORMS[path];
-    return element("section", { "aria-label": title }, element("h3", {}, title), make(model));
+    return element("section", { "aria-label": title }, element("h3", {}, title), make(model, signal));
   });
 }
 
-/** Return a form that runs once at a time. controls: its elements. run(result, signal): fills the element of the result. */
-function runner(label, controls, run, result = element("div", { class: "result", "aria-live": "polite" })) {
-  const start = element("button", {}, label);
-  const stop = element("button", { type: "button", class: "plain", disabled: true, click: () => controller?.abort() }, "Stop");
-  const problem = element("div", { role: "alert" });
-  let controller = null;
-  const form = element("form", { submit: async (event) => {
-    event.preventDefault();
-    if (controller) return;
-    controller = new AbortController();
-    start.disabled = true;
-    stop.disabled = false;
-    problem.replaceChildren();
-    result.setAttribute("aria-busy", "true");
-    try {
-      await run(result, controller.signal);
-    } catch (error) {
-      if (error.name !== "AbortError") problem.replaceChildren(element("p", { class: "error" }, error.message));
-    } finally {
-      result.setAttribute("aria-busy", "false");
-      controller = null;
-      start.disabled = false;
-      stop.disabled = true;
-    }
-  } }, ...controls, element("div", { class: "row" }, start, stop));
-  form.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-  });
-  return element("div", {}, form, problem, result);
+/**
+ * Return a form with a button. run: fills the element of the result.
+ * @param {string} button
+ * @param {readonly Node[]} controls
+ * @param {AbortSignal} signal
+ * @param {(result: HTMLElement, signal: AbortSignal) => Promise<void>} run
+ */
+function form(button, controls, signal, run) {
+  const parts = runForm({ button, controls, signal, run });
+  return element("div", {}, parts.form, parts.alert, parts.result);
 }
 
 function area(attributes = {}) {
@@ -72,180 +85,292 @@ function sampling() {
   const temperature = element("input", { type: "number", min: 0, max: 5, step: 0.1, value: 0 });
   const length = element("input", { type: "number", min: 1, step: 1, value: 200 });
   const row = element("div", { class: "row" }, field("Temperature", temperature), field("Maximum tokens", length));
-  return [row, () => ({ temperature: Number(temperature.value), max_tokens: Number(length.value) })];
+  const read = () => ({ temperature: Number(temperature.value), max_tokens: Number(length.value) });
+  return { row, read };
 }
 
-function chat(model) {
-  const text = area(), [options, read] = sampling();
-  const log = element("div", { class: "log result", role: "log", "aria-label": "Conversation", tabindex: 0 });
-  const messages = [];
-  const show = (role, content) => {
-    const body = element("span", {}, content);
-    log.append(element("div", { class: `message ${role}` }, element("b", {}, role === "user" ? "You" : model.id), body));
-    return body;
-  };
-  const clear = element("button", { type: "button", class: "plain", click: () => { messages.length = 0; log.replaceChildren(); } }, "New conversation");
-  const run = async (_, signal) => {
-    const question = { role: "user", content: text.value };
-    show("user", text.value);
-    const reply = show("assistant", "");
-    text.value = "";
-    const body = { model: model.id, messages: [...messages, question], ...read() };
-    for await (const event of events("/v1/chat/completions", body, signal)) {
-      reply.append(event.choices[0]?.delta.content ?? "");
-      log.scrollTop = log.scrollHeight;
+/** @type {MakeForm} */
+function chat(model, signal) {
+  const { row, read } = sampling();
+  /** @type {{ role: string, content: string }[]} */
+  let messages = [];
+
+  /** @param {string} text @param {AbortSignal} ended */
+  async function* reply(text, ended) {
+    const conversed = messages;
+    const question = { role: "user", content: text };
+    const body = { model: model.id, messages: [...conversed, question], ...read() };
+    let content = "";
+    for await (const event of events("/v1/chat/completions", body, ended)) {
+      const piece = event.choices[0]?.delta.content ?? "";
+      content += piece;
+      yield piece;
     }
-    messages.push(question, { role: "assistant", content: reply.textContent });
+    conversed.push(question, { role: "assistant", content });
+  }
+
+  const clear = () => {
+    messages = [];
   };
-  const fields = [field("Message", text, "Ctrl and Enter send it."), options];
-  return element("div", {}, runner("Send", fields, run, log), element("div", { class: "row" }, clear));
+  const hint = "Ctrl and Enter send it.";
+  return conversation({
+    name: model.id,
+    input: area(),
+    label: "Message",
+    hint,
+    options: [row],
+    answer: reply,
+    clear,
+    signal,
+  });
 }
 
-function completion(model) {
-  const text = area(), [options, read] = sampling();
-  const run = async (result, signal) => {
+/** @type {MakeForm} */
+function completion(model, signal) {
+  const text = area();
+  const { row, read } = sampling();
+  return form("Generate", [field("Text", text), row], signal, async (result, ended) => {
     const output = element("p", { class: "text" });
     result.replaceChildren(output);
     const body = { model: model.id, prompt: text.value, ...read() };
-    for await (const event of events("/v1/completions", body, signal)) output.append(event.choices[0]?.text ?? "");
-  };
-  return runner("Generate", [field("Text", text), options], run);
+    for await (const event of events("/v1/completions", body, ended)) output.append(event.choices[0]?.text ?? "");
+  });
 }
 
-function alignment(model) {
+/** @type {MakeForm} */
+function alignment(model, signal) {
   const text = area();
-  return runner("Align", [field("Source", text)], async (result, signal) => {
+  return form("Align", [field("Source", text)], signal, async (result, ended) => {
     const body = { model: model.id, input: text.value, cross_attentions: true };
-    const [best] = (await post("/v1/generate", body, signal)).results;
+    const [best] = (await post("/v1/generate", body, ended)).results;
     const [source, tokens] = best.labels;
-    result.replaceChildren(element("p", { class: "text" }, best.text), heatMap(source, tokens, best.cross_attentions));
+    const output = element("p", { class: "text" }, best.text);
+    result.replaceChildren(output, heatMap(source, tokens, best.cross_attentions));
   });
 }
 
-function classes(model) {
-  if (model.tformer.reads === "pictures") return pictureClasses(model);
+/** @type {MakeForm} */
+function classes(model, signal) {
+  if (model.tformer.reads === "pictures") return pictureClasses(model, signal);
   const text = area();
-  return runner("Classify", [field("Text", text)], async (result, signal) => {
-    const answer = await post("/v1/classify", { model: model.id, inputs: [text.value], top_k: 10 }, signal);
-    result.replaceChildren(classTable(answer.results[0]));
+  return form("Classify", [field("Text", text)], signal, async (result, ended) => {
+    const body = { model: model.id, inputs: [text.value], top_k: 10 };
+    result.replaceChildren(classTable((await post("/v1/classify", body, ended)).results[0]));
   });
 }
 
+/** @typedef {{ label: string, score: number }} Class */
+
+/** @param {Class & { top?: Class[] }} result */
 function classTable(result) {
   const top = result.top ?? [result];
-  return scores("The likeliest labels", "Label", top.map((one) => [one.label, one.score]));
+  return scoreTable(
+    "The likeliest labels",
+    "Label",
+    top.map(({ label, score }) => [label, score]),
+  );
 }
 
-function pictureClasses(model) {
+/** @type {MakeForm} */
+function pictureClasses(model, signal) {
   const picture = element("input", { type: "file", accept: "image/*", required: true });
-  return runner("Classify", [field("Picture", picture)], async (result, signal) => {
-    const [file] = picture.files;
-    const image = element("img", { class: "preview", alt: `The picture ${file.name}`, src: URL.createObjectURL(file) });
+  return form("Classify", [field("Picture", picture)], signal, async (result, ended) => {
+    const file = fileOf(picture);
     const body = { model: model.id, inputs: [{ base64: await base64(file) }], top_k: 10 };
-    const answer = await post("/v1/classify", body, signal);
-    result.replaceChildren(image, classTable(answer.results[0]));
+    const { results } = await post("/v1/classify", body, ended);
+    const image = { class: "preview", alt: `The picture ${file.name}`, src: urlOf(file, signal) };
+    result.replaceChildren(element("img", image), classTable(results[0]));
   });
 }
 
-function entities(model) {
+/** @param {HTMLInputElement} input */
+function fileOf(input) {
+  const file = input.files?.[0];
+  if (!file) throw new Error("choose a file");
+  return file;
+}
+
+/**
+ * Return an address of a file that holds while its form is shown.
+ * @param {File} file
+ * @param {AbortSignal} signal
+ */
+function urlOf(file, signal) {
+  const url = URL.createObjectURL(file);
+  signal.addEventListener("abort", () => URL.revokeObjectURL(url));
+  return url;
+}
+
+/** @type {MakeForm} */
+function entities(model, signal) {
   const text = area();
-  return runner("Label", [field("Text", text)], async (result, signal) => {
-    const answer = await post("/v1/entities", { model: model.id, texts: [text.value] }, signal);
-    const { spans } = answer.results[0];
-    const rows = spans.map((span) => [`${span.label}: ${span.text}`, span.score]);
-    result.replaceChildren(spanned(text.value, spans), spans.length ? scores("Spans", "Label and text", rows) : element("p", {}, "No span has a label."));
+  return form("Label", [field("Text", text)], signal, async (result, ended) => {
+    const texts = [text.value];
+    /** @type {{ start: number, end: number, label: string, text: string, score: number }[]} */
+    const spans = (await post("/v1/entities", { model: model.id, texts }, ended)).results[0].spans;
+    const table = () =>
+      scoreTable(
+        "Spans",
+        "Label and text",
+        spans.map((one) => [`${one.label}: ${one.text}`, one.score]),
+      );
+    result.replaceChildren(
+      markedText(texts[0], spans),
+      spans.length ? table() : element("p", {}, "No span has a label."),
+    );
   });
 }
 
-function answer(model) {
-  const question = element("input", { required: true }), context = area();
-  return runner("Answer", [field("Question", question), field("Context", context)], async (result, signal) => {
-    const body = { model: model.id, pairs: [[question.value, context.value]], top_k: 3 };
-    const [best] = (await post("/v1/answer", body, signal)).results;
-    const rows = [best, ...(best.alternatives ?? [])].map((one) => [one.text, one.score]);
-    const span = { start: best.start, end: best.end, label: "answer" };
-    result.replaceChildren(spanned(context.value, best.text ? [span] : []), scores("Answers", "Text", rows));
+/** @type {MakeForm} */
+function answer(model, signal) {
+  const question = element("input", { required: true });
+  const context = area();
+  return form("Answer", [field("Question", question), field("Context", context)], signal, async (result, ended) => {
+    const text = context.value;
+    const body = { model: model.id, pairs: [[question.value, text]], top_k: 3 };
+    const [best] = (await post("/v1/answer", body, ended)).results;
+    /** @type {{ text: string, score: number }[]} */
+    const answers = [best, ...(best.alternatives ?? [])];
+    const spans = best.text ? [{ start: best.start, end: best.end, label: "answer" }] : [];
+    const table = scoreTable(
+      "Answers",
+      "Text",
+      answers.map((one) => [one.text, one.score]),
+    );
+    result.replaceChildren(markedText(text, spans), table);
   });
 }
 
-function fill(model) {
-  const text = area(), mask = model.tformer.mask;
-  const insert = element("button", { type: "button", class: "plain", click: () => { text.setRangeText(mask, text.selectionStart, text.selectionEnd, "end"); text.focus(); } }, `Insert ${mask}`);
-  const fields = [field("Text", text, `${mask} stands for each word to find.`), element("div", { class: "row" }, insert)];
-  return runner("Fill in", fields, async (result, signal) => {
-    const [{ masks }] = (await post("/v1/fill", { model: model.id, texts: [text.value], top_k: 8 }, signal)).results;
-    result.replaceChildren(...masks.map((candidates, i) => scores(`Mask ${i + 1}`, "Token", candidates.map((one) => [one.token, one.score]))));
+/** @type {MakeForm} */
+function fill(model, signal) {
+  const text = area();
+  const { mask } = model.tformer;
+  const insert = () => {
+    text.setRangeText(mask, text.selectionStart, text.selectionEnd, "end");
+    text.focus();
+  };
+  const button = element("button", { type: "button", class: "plain", click: insert }, `Insert ${mask}`);
+  const fields = [
+    field("Text", text, `${mask} stands for each word to find.`),
+    element("div", { class: "row" }, button),
+  ];
+  return form("Fill in", fields, signal, async (result, ended) => {
+    const [found] = (await post("/v1/fill", { model: model.id, texts: [text.value], top_k: 8 }, ended)).results;
+    /** @type {{ token: string, score: number }[][]} */
+    const masks = found.masks;
+    const tables = masks.map((candidates, i) =>
+      scoreTable(
+        `Mask ${i + 1}`,
+        "Token",
+        candidates.map(({ token, score }) => [token, score]),
+      ),
+    );
+    result.replaceChildren(...tables);
   });
 }
 
-function similarity(model) {
+/** @type {MakeForm} */
+function similarity(model, signal) {
   if (model.tformer.reads !== "text") return element("p", {}, "The form is for texts: the API compares pictures.");
-  const one = area(), other = area();
-  return runner("Compare", [field("One text", one), field("Another", other)], async (result, signal) => {
-    const { cosines } = await post("/v1/similarity", { model: model.id, pairs: [[one.value, other.value]] }, signal);
-    result.replaceChildren(scores("Cosine of the vectors", "Pair", [["one and another", cosines[0]]]));
+  const one = area();
+  const other = area();
+  return form("Compare", [field("One text", one), field("Another", other)], signal, async (result, ended) => {
+    const body = { model: model.id, pairs: [[one.value, other.value]] };
+    const { cosines } = await post("/v1/similarity", body, ended);
+    result.replaceChildren(scoreTable("Cosine of the vectors", "Pair", [["one and another", cosines[0]]]));
   });
 }
 
-function ranks(model) {
+/** @type {MakeForm} */
+function ranks(model, signal) {
   if (model.tformer.reads !== "text") return element("p", {}, "The form is for texts.");
-  const query = element("input", { required: true }), documents = area();
-  return runner("Order", [field("Query", query), field("Documents", documents, "One a line.")], async (result, signal) => {
-    const lines = documents.value.split("\n").map((line) => line.trim()).filter(Boolean);
-    const { results } = await post("/v1/rerank", { model: model.id, query: query.value, documents: lines }, signal);
-    result.replaceChildren(scores("By relevance", "Document", results.map((one) => [lines[one.index], one.relevance_score])));
+  const query = element("input", { required: true });
+  const documents = area();
+  const fields = [field("Query", query), field("Documents", documents, "One a line.")];
+  return form("Order", fields, signal, async (result, ended) => {
+    const lines = documents.value
+      .split("\n")
+      .map((line) => line.trim())
+      .filter(Boolean);
+    const body = { model: model.id, query: query.value, documents: lines };
+    /** @type {{ index: number, relevance_score: number }[]} */
+    const results = (await post("/v1/rerank", body, ended)).results;
+    const rows = results.map((one) => /** @type {const} */ ([lines[one.index], one.relevance_score]));
+    result.replaceChildren(scoreTable("By relevance", "Document", rows));
   });
 }
 
-function transcription(model) {
+/** @type {MakeForm} */
+function transcription(model, signal) {
   const sound = element("input", { type: "file", accept: "audio/*", required: true });
-  return runner("Transcribe", [field("Sound", sound, "WAV, FLAC, OGG or MP3.")], async (result, signal) => {
-    const [file] = sound.files;
+  return form("Transcribe", [field("Sound", sound, "WAV, FLAC, OGG or MP3.")], signal, async (result, ended) => {
+    const file = fileOf(sound);
     const { times } = model.tformer;
     const fields = { model: model.id, file, response_format: "verbose_json", "timestamp_granularities[]": times };
-    const found = await postForm("/v1/audio/transcriptions", fields, signal);
-    const timed = found.segments ?? found.words.map((one) => ({ ...one, text: one.word }));
-    const player = element("audio", { controls: true, src: URL.createObjectURL(file), "aria-label": `The sound ${file.name}` });
-    const parts = timed.map((part) => element("button", { type: "button", click: () => { player.currentTime = part.start; player.play(); } },
-      element("small", {}, `${part.start.toFixed(2)} – ${part.end.toFixed(2)} s`), part.text));
-    player.addEventListener("timeupdate", () => timed.forEach((part, i) =>
-      parts[i].setAttribute("aria-current", String(part.start <= player.currentTime && player.currentTime < part.end))));
-    result.replaceChildren(player, element("p", { class: "text" }, found.text),
-      element("ul", { class: "times", "aria-label": "Parts with their times" }, ...parts.map((part) => element("li", {}, part))));
+    const found = await postForm("/v1/audio/transcriptions", fields, ended);
+    /** @type {{ start: number, end: number, text?: string, word?: string }[]} */
+    const parts = found.segments ?? found.words;
+    const player = element("audio", {
+      controls: true,
+      src: urlOf(file, signal),
+      "aria-label": `The sound ${file.name}`,
+    });
+    const buttons = parts.map(({ start, end, text, word }) => {
+      const play = () => {
+        player.currentTime = start;
+        player.play();
+      };
+      const times = element("small", {}, `${start.toFixed(2)} – ${end.toFixed(2)} s`);
+      return element("button", { type: "button", click: play }, times, text ?? word ?? "");
+    });
+    player.addEventListener("timeupdate", () => {
+      for (const [i, { start, end }] of parts.entries()) {
+        buttons[i].setAttribute("aria-current", String(start <= player.currentTime && player.currentTime < end));
+      }
+    });
+    const items = buttons.map((button) => element("li", {}, button));
+    const list = element("ul", { class: "times", "aria-label": "Parts with their times" }, ...items);
+    result.replaceChildren(player, element("p", { class: "text" }, found.text), list);
   });
 }
 
-function forecast(model) {
+/** @type {MakeForm} */
+function forecast(model, signal) {
   const { columns, targets, horizon, min_context_length: shortest, max_context_length: longest } = model.tformer.series;
   const numbers = area({ class: "numbers", spellcheck: "false" });
   const steps = element("input", { type: "number", min: 1, step: 1, value: horizon ?? 12 });
-  const room = longest === shortest ? `${shortest} rows` : `at least ${shortest} rows${longest ? ` and at most ${longest}` : ""}`;
-  const hint = `A row for each step, with ${columns.length === 1 ? "one number" : `${columns.length} numbers`} (${columns.join(", ")}): ${room}. Longer histories are cut to their end.`;
+  const most = longest ? ` and at most ${longest}` : "";
+  const room = longest === shortest ? `${shortest} rows` : `at least ${shortest} rows${most}`;
+  const width = columns.length === 1 ? "one number" : `${columns.length} numbers`;
+  const hint = `A row for each step, with ${width} (${columns.join(", ")}): ${room}. Longer histories are cut to their end.`;
   const fields = [field("History", numbers, hint), element("div", { class: "row" }, field("Steps", steps))];
-  return runner("Forecast", fields, async (result, signal) => {
+  return form("Forecast", fields, signal, async (result, ended) => {
     const history = rowsOf(numbers.value, columns.length);
     const body = { model: model.id, histories: [history], horizon: Number(steps.value), truncate: true };
-    const [found] = (await post("/v1/forecast", body, signal)).results;
-    const plots = targets.map((name, i) => {
+    /** @type {number[][]} */
+    const rows = (await post("/v1/forecast", body, ended)).results[0].forecast;
+    const shown = targets.map((name, i) => {
       const column = columns.indexOf(name);
-      return plot(name, history.map((row) => row[column]), found.forecast.map((row) => row[i]));
+      const values = { history: history.map((row) => row[column]), forecast: rows.map((row) => row[i]) };
+      return { title: name, heading: name, ...values };
     });
-    const head = element("tr", {}, element("th", { scope: "col" }, "Step"), ...targets.map((name) => element("th", { scope: "col" }, name)));
-    const rows = found.forecast.map((row, i) => element("tr", {}, element("th", { scope: "row" }, `+${i + 1}`),
-      ...row.map((value) => element("td", {}, short(value)))));
-    const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows));
-    result.replaceChildren(...plots, element("details", {}, element("summary", {}, "The forecast as a table"), table));
+    showForecast(result, "Step", shown);
   });
 }
 
-/** Return rows of numbers. Throw the place of a wrong one. One column may stand in any number of lines. */
+/**
+ * Return rows of numbers. Throw the place of a wrong one. One column may stand in any number of lines.
+ * @param {string} text
+ * @param {number} width
+ */
 function rowsOf(text, width) {
-  const lines = text.split("\n").map((line) => line.split(/[\s,;]+/).filter(Boolean)).filter((line) => line.length);
-  const rows = width === 1 ? lines.flat().map((word) => [word]) : lines;
+  const lines = text.split("\n").map((line) => line.split(/[\s,;]+/).filter(Boolean));
+  const rows = width === 1 ? lines.flat().map((word) => [word]) : lines.filter((line) => line.length);
   return rows.map((row, i) => {
     const values = row.map(Number);
     if (values.length !== width || values.some((value) => !Number.isFinite(value))) {
-      throw new Error(`row ${i + 1} is ${row.join(" ").slice(0, 60)}: it needs ${width === 1 ? "a number" : `${width} numbers`}`);
+      const needed = width === 1 ? "a number" : `${width} numbers`;
+      throw new Error(`row ${i + 1} is ${row.join(" ").slice(0, 60)}: it needs ${needed}`);
     }
     return values;
   });

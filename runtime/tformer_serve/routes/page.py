@@ -1,4 +1,6 @@
-"""The page at /: a form for each model. Its files are in `page/`, and load nothing of other servers."""
+"""The page at /: a form for each model. Its files are in `page/`, and load nothing of other servers.
+
+`page/components/` has what it shares with the demo page of the npm package, whose build takes the files from there."""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ async def show_page() -> Response:
     return _response("index.html")
 
 
-@router.get("/page/{name}")
+@router.get("/page/{name:path}")
 async def show_file(name: str) -> Response:
     """Return a file of the page."""
     if name not in _files():
@@ -41,7 +43,8 @@ async def show_file(name: str) -> Response:
 @cache
 def _files() -> dict[str, bytes]:
     """Return name → content of the files of the page, which are read once: no request names a file to open."""
-    return {path.name: path.read_bytes() for path in _FOLDER.iterdir() if path.suffix in _KINDS}
+    files = (path for path in _FOLDER.rglob("*") if path.suffix in _KINDS)
+    return {path.relative_to(_FOLDER).as_posix(): path.read_bytes() for path in files}
 
 
 def _response(name: str) -> Response:

@@ -7,8 +7,14 @@ import { extname, join, normalize, resolve } from "node:path";
 
 const DIST = resolve(process.argv[2] ?? join(import.meta.dirname, "dist"));
 const PORT = Number(process.env.PORT ?? 8081);
-const TYPES = { ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css",
-  ".svg": "image/svg+xml", ".wasm": "application/wasm" };
+const TYPES = {
+  ".html": "text/html; charset=utf-8",
+  ".js": "text/javascript",
+  ".mjs": "text/javascript",
+  ".css": "text/css",
+  ".svg": "image/svg+xml",
+  ".wasm": "application/wasm",
+};
 const HEADERS = {
   "Cross-Origin-Opener-Policy": "same-origin",
   "Cross-Origin-Embedder-Policy": "require-corp",
@@ -23,7 +29,12 @@ const server = createServer(async (request, response) => {
     if (!name.startsWith(DIST)) throw new Error("outside of the folder");
     const bytes = await readFile(name);
     const tag = `"${createHash("sha256").update(bytes).digest("hex").slice(0, 32)}"`;
-    const headers = { ...HEADERS, ETag: tag, "Cache-Control": "no-cache", "Content-Type": TYPES[extname(name)] ?? "application/octet-stream" };
+    const headers = {
+      ...HEADERS,
+      ETag: tag,
+      "Cache-Control": "no-cache",
+      "Content-Type": TYPES[extname(name)] ?? "application/octet-stream",
+    };
     if (request.headers["if-none-match"] === tag) return void response.writeHead(304, headers).end();
     response.writeHead(200, { ...headers, "Content-Length": bytes.length }).end(bytes);
   } catch {
