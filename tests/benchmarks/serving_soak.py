@@ -9,11 +9,13 @@ clients that leave, clients that read a byte a second, wrong bodies of all kinds
 which a part has to be refused with 429. Other work on the machine lowers the capacity: the script also reports in
 which part of the time the cores that it may use were at least 90 % busy.
 
-A warm-up comes before, in a tenth of the time and three minutes at most: the same clients arrive at twice the capacity,
-with a flood every five seconds. So the queue is full all the time, and memory reaches the most that its limits allow.
-Without it, that depends on other work on the machine: Python and glibc keep some MB of the most requests that were
-open at a time, and the queue is full at a share of the capacity when other work takes the core. What is kept then does
-not hide a leak, which grows with the number of requests.
+At most `MOST_CLIENTS` are connected at a time, and a client that would be one more does not come: when other work stops
+the machine for a moment, thousands would come at once after it. The server has no limit of connections, which take some
+KB each, and Python and glibc keep a part of the most memory that was ever used.
+
+A warm-up comes before, in a tenth of the time and three minutes at most, so that memory reaches its most: the same
+clients arrive at twice the capacity, and every five seconds as many as may be connected. What is kept then does not
+hide a leak, which grows with the number of requests.
 
 At the end the script prints a table. The exit status is 1 if an answer was wrong or lost, if a wrong body got another
 answer than a refusal, if a row or a byte of caches is still taken, if the server does not end with 0, or if its
@@ -54,6 +56,7 @@ CAPACITY_SECONDS, CAPACITY_CLIENTS = 10.0, 32
 ROWS, QUEUE = 32, 64
 FLOOD = 3 * (ROWS + QUEUE) // 2  # requests at once
 FLOOD_SECONDS = 30.0
+MOST_CLIENTS = 2 * FLOOD  # that are connected at a time
 MOST_SLOW = 8  # clients that read slowly at a time
 SLOW_SECONDS = 20.0
 WARM_SHARE, MOST_WARM_SECONDS = 0.1, 180.0  # of the time, before it
@@ -92,6 +95,7 @@ class Tally:
     """The outcomes by way. wrong: descriptions of wrong answers. resident: samples, as seconds and bytes.
 
     busy: for each of the samples, the busy part of the time since the sample before.
+    not_sent: requests that were due while as many clients as may be were connected.
     """
 
     equal: Counter[str] = field(default_factory=Counter)
@@ -102,6 +106,7 @@ class Tally:
     lost: list[str] = field(default_factory=list)
     resident: list[tuple[float, int]] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
+    not_sent: int = 0
 
     @property
     def total(self) -> int:
@@ -157,23 +162,25 @@ class Clients:
 
     async def warm_up(self, rate: float, seconds: float) -> None:
         """Send requests at a rate, with many floods, as `run` does. Of the answers only wrong and lost ones count."""
-        await self._arrive(rate, seconds, WARM_FLOOD_SECONDS)
+        await self._arrive(rate, seconds, WARM_FLOOD_SECONDS, MOST_CLIENTS)
         self.tally = Tally(wrong=self.tally.wrong, lost=self.tally.lost)
 
     async def run(self, rate: float, seconds: float) -> None:
         """Send requests at a rate for some seconds, and wait for all answers."""
-        await self._arrive(rate, seconds, FLOOD_SECONDS)
+        await self._arrive(rate, seconds, FLOOD_SECONDS, FLOOD)
         for connection in self._free:
             connection.close()
 
-    async def _arrive(self, rate: float, seconds: float, flood_seconds: float) -> None:
+    async def _arrive(self, rate: float, seconds: float, flood_seconds: float, flood: int) -> None:
         begun = time.monotonic()
         next_flood, next_sample, due_at = begun + 1.0, begun, begun
         cores = Cores()
         while (now := time.monotonic()) < begun + seconds:
             if now >= next_flood:
                 next_flood += flood_seconds
-                for number in self._draw.choices(range(len(self._requests)), k=FLOOD):
+                free = MOST_CLIENTS - len(self._running)
+                self.tally.not_sent += max(0, flood - free)
+                for number in self._draw.choices(range(len(self._requests)), k=min(flood, free)):
                     self._start(self._whole(number, "flood"), f"flood: {self._requests[number].kind}")
             if now >= next_sample:
                 next_sample += SAMPLE_SECONDS
@@ -181,7 +188,10 @@ class Clients:
                 self.tally.busy.append(cores.busy())
             if now >= due_at:
                 due_at += self._draw.expovariate(rate)
-                self._send_one()
+                if len(self._running) < MOST_CLIENTS:
+                    self._send_one()
+                else:
+                    self.tally.not_sent += 1
             await asyncio.sleep(max(0.0, min(due_at, next_flood, next_sample) - time.monotonic()))
         if self._running:
             await asyncio.wait(self._running)
@@ -417,6 +427,7 @@ def main(model: Path, minutes: float, share: float, seed: int, core: int | None,
             "lost": tally.lost,
             "resident": tally.resident,
             "busy": tally.busy,
+            "not_sent": tally.not_sent,
             "processor": processor,
         }
         json_path.write_text(json.dumps(record, indent=1))
@@ -453,6 +464,7 @@ def _table(tally: Tally, first: int, final: int, ratio: float) -> None:
         table.add_row(kind, f"{count:,}", "")
     table.add_section()
     table.add_row(f"{len(tally.wrong)} wrong, {len(tally.lost)} lost", f"{tally.total:,}", f"{tally.refused.total():,}")
+    table.add_row("not sent, because too many were connected", f"{tally.not_sent:,}", "")
     table.add_row("resident", f"{first / 1e6:.1f} → {final / 1e6:.1f} MB ({ratio - 1:+.1%})", "")
     table.add_row(f"at least {BUSY:.0%} busy", f"{tally.busy_share:.1%} of the time", "")
     Console(width=100).print(table)

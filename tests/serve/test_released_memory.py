@@ -63,8 +63,8 @@ def test_request_leaves_no_circles(server, client, name):
 def test_deadline_between_tokens_leaves_no_circles(server, client, stream):
     def send():
         with StepGate.closed(server.models["letters"].model) as gate:
-            threading.Timer(0.3, gate.open).start()  # a request ends at its next token
-            answer = client.post("/v1/generate", json={**LONG, "stream": stream}, headers={"X-Request-Timeout": "0.1"})
+            threading.Timer(0.8, gate.open).start()  # a request ends at its next token
+            answer = client.post("/v1/generate", json={**LONG, "stream": stream}, headers={"X-Request-Timeout": "0.5"})
         assert gate.steps
         assert (answer.status_code == 200) == stream
         assert "deadline" in answer.text
@@ -77,7 +77,7 @@ def test_deadline_between_tokens_leaves_no_circles(server, client, stream):
 def test_client_that_leaves_leaves_no_circles(server, client, stream):
     def send():
         with StepGate.closed(server.models["letters"].model) as gate, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/generate", json={**LONG, "stream": stream, "num_beams": 2}, timeout=0.1)
+            client.post("/v1/generate", json={**LONG, "stream": stream, "num_beams": 2}, timeout=0.5)
         assert gate.steps
 
     assert _circles(server, send) == set()
