@@ -599,21 +599,29 @@ class _Job:
     new_queue: Callable[[], Scheduler | BatchQueue[Any]]
 
     def __init__(self) -> None:
-        self.calls: _LoopCalls | None = None  # of the worker that has the job
-        self._loop = asyncio.get_running_loop()
-        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self.loop = _JobLoop()
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def finish(self) -> None:
         """Notify the coroutine that the task is finished. The computing thread calls this. It raises no error."""
         if self.task.error is not None and not isinstance(self.task.error, Exception):
             self.task.error = _thread_error(self.task.error)  # a SystemExit would end the event loop
-        self._call_in_loop(self._set_finished)
+        self.loop.call(self._set_finished)
 
     def _set_finished(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
 
-    def _call_in_loop(self, function: Callable[..., object], *arguments: object) -> None:
+
+class _JobLoop:
+    """The event loop whose coroutine waits for a job. It does not refer to the job: see `_Generation`."""
+
+    def __init__(self) -> None:
+        self.calls: _LoopCalls | None = None  # of the worker that has the job
+        self._loop = asyncio.get_running_loop()
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the event loop call a function."""
         if self.calls is None:  # before the job is submitted, the event loop itself makes it
             function(*arguments)
         else:
@@ -638,6 +646,9 @@ class _Generation(_Job):
 
     Requests share a scheduler if they need the same extra outputs of the file, and if all or none of them speculate.
 
+    The task refers to its stream, and the stream to what takes the pieces, which must not refer to the job: the job
+    refers to the task, and a circle keeps the results of a request until Python's collector comes to it.
+
     pieces: of its results, if it has them in pieces; None ends them.
     """
 
@@ -658,14 +669,12 @@ class _Generation(_Job):
         """
         super().__init__()
         self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._stream = TextStream(generator, request, settings, self._on_piece) if in_pieces else None
+        put_piece = partial(self.loop.call, self.pieces.put_nowait)
+        self._stream = TextStream(generator, request, settings, put_piece) if in_pieces else None
         self.task = self._stream.make_task() if self._stream else generator.make_task(request, settings)
         self.task.deadline = ends_at
         self.key = settings.cross_attentions, settings.hidden_states, speculates(settings, rows)
         self.new_queue = partial(generator.new_scheduler, settings, rows, waits=False)
-
-    def _on_piece(self, piece: Piece) -> None:
-        self._call_in_loop(self.pieces.put_nowait, piece)
 
     def finish(self) -> None:
         if self._stream and self.task.error is None:
@@ -674,7 +683,7 @@ class _Generation(_Job):
             except Exception as error:
                 self.task.error = error
         super().finish()
-        self._call_in_loop(self.pieces.put_nowait, None)
+        self.loop.call(self.pieces.put_nowait, None)
 
 
 class _LoopCalls:
@@ -747,7 +756,7 @@ class _Worker:
                 raise _thread_error(self._error)
             if self._closing:
                 raise UnsupportedCallError("the model is closed: make another AsyncModel")
-            job.calls = self._calls
+            job.loop.calls = self._calls
             self._new_jobs.append(job)
             self._condition.notify_all()
 

@@ -127,6 +127,17 @@ def _with_paths(sentence: str) -> str:
     return re.sub(r"\bcall (\w+)\(\)", lambda match: f"send it to {_PATHS.get(match[1], match[1])}", sentence)
 
 
+def drop_traceback(error: BaseException | None) -> None:
+    """Let go of the frames that an error and its causes have passed, once it has been answered.
+
+    A frame whose local variables lead to the error makes a circle, such as `raise task.error` where `task` is one. It
+    keeps the request and its body until Python's collector comes to it, which may be many large bodies later.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def unforeseen_error(request_id: str) -> ApiError:
     """Return the error of a request for an error that nobody foresaw, which the log has in full."""
     message = f"the server failed: its log has the reason under the request id {request_id}; please report it"

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tformer_serve.errors import ApiError, ClientGoneError, unforeseen_error
+from tformer_serve.errors import ApiError, ClientGoneError, drop_traceback, unforeseen_error
 from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
 
@@ -88,6 +88,7 @@ class EventStream(Response):
                 raise
             except Exception as error:
                 last = _data(self._error_event(scope, error))
+                drop_traceback(error)
             await send({"type": "http.response.body", "body": last})
 
     def _error_event(self, scope: Scope, error: Exception) -> Event:

@@ -19,6 +19,7 @@ from tformer_serve.errors import (
     ApiError,
     ClientGoneError,
     api_error_of,
+    drop_traceback,
     send_error,
     unforeseen_error,
 )
@@ -68,10 +69,12 @@ class RequestScope:
         try:
             exchange.deadline_at = self._deadline_at(exchange, headers)
             await self._app(scope, receive, send)
-        except ClientGoneError:
+        except ClientGoneError as error:
             exchange.status = CLIENT_GONE_STATUS
+            drop_traceback(error)
         except Exception as error:
             await self._fail(exchange, error, send)
+            drop_traceback(error)
         finally:
             self._metrics.add_request(exchange, _route(scope))
             if exchange.path not in _QUIET or exchange.status >= 400:
