@@ -8,32 +8,26 @@
  * 1/127 of the row's largest magnitude, the next two what the rows before leave, in steps that are 254 times as fine. So
  * activations have the precision of float32. A product of bytes that reads three rows takes little longer than with one.
  *
+ * The kernel of these products reads the weights row by row. Rows whose length is a multiple of 512 bytes fall into the same
+ * places of the processor's caches, and take up to three times as long. So they get 64 more columns, of zeros.
+ *
  * The branch for few rows (`few_rows_branch.py`) has the same products for other processors. It is left out.
  *
  * Figures: docs/benchmarks/web.md#products-in-webassembly.
  */
 
 import type { Dtype } from "../base/arrays.js";
-import { sizeOf } from "../base/arrays.js";
 import { encodeModel, parseModel, removeUnread, type Graph, type Node } from "./onnxGraph.js";
-import {
-  addReference,
-  addValues,
-  inlineBranch,
-  integerAttributes,
-  newNode,
-  weightOf,
-  type FileReader,
-  type NodeOptions,
-  type StoredTensor,
-} from "./onnxGraphEdit.js";
-import { columnsOf4Bits, columnsOf8Bits, type PackedSizes } from "./weightForms.js";
+import { addReference, addValues, inlineBranch, newNode, type FileReader, type NodeOptions } from "./onnxGraphEdit.js";
+import { findColumns, findPackedWeights, isArray, weight, type Scope, type StoredWeights } from "./storedWeights.js";
 
 const CONTRIB = "com.microsoft";
 const FEW_ROWS = "few.rows"; // the value that chooses the branch for few rows
 const STEPS = 127; // up to the largest magnitude of a row, on each side of zero
 const FINER = 2 * STEPS; // of a row of bytes against the row before: a rest is half a step at most
 const PARTS = 3;
+const SLOW_COLUMNS = 512; // a kernel is slow for a number of columns that is a multiple of this
+const MORE_COLUMNS = 64;
 
 /** The rewritten model, and the weights that it refers to by the name of a file. */
 export interface RewrittenModel {
@@ -66,28 +60,23 @@ function withoutFewRows(graph: Graph): boolean {
   return true;
 }
 
-/** Weights of a product. scale: the name of the scales of columns. */
-interface Columns extends PackedSizes {
-  readonly packed: StoredTensor;
-  readonly codes: StoredTensor | undefined;
-  readonly scale: StoredTensor;
-}
-
 /** The names of the bytes of an operand, and of their scales. */
 interface Operand {
   readonly bytes: string;
   readonly scales: string;
 }
 
-/** A graph with the nodes that compute its values, by name. */
-interface Scope {
-  readonly graph: Graph;
-  readonly producers: ReadonlyMap<string, Node>;
+/** Weights of the model. width: their columns, `stride` with zeros. */
+interface WideColumns {
+  readonly name: string;
+  readonly width: number;
+  readonly stride: number;
 }
 
 class ProductRewriter {
   readonly files = new Map<string, Uint8Array>();
-  private readonly columns = new Map<string, { weights: string; scale: string }>(); // by the names of a product's weights
+  private readonly columns = new Map<string, WideColumns>(); // by the names of a product's weights
+  private readonly vectors = new Set<string>();
   private readonly operands = new Map<Graph, Map<string, Operand>>();
   private operandCount = 0;
 
@@ -104,52 +93,92 @@ class ProductRewriter {
     graph.nodes = [];
     for (const node of nodes) {
       for (const branch of node.branches.values()) this.rewrite(branch, scopes);
-      if (node.opType !== "MatMulNBits" || !this.replace(graph, node, scopes)) graph.nodes.push(node);
+      if (!this.replacePacked(graph, node, scopes) && !this.widen(graph, node, scopes)) graph.nodes.push(node);
     }
   }
 
-  /** Add the nodes that compute a product. Return false, and add none, for one that stays. */
-  private replace(graph: Graph, node: Node, scopes: readonly Scope[]): boolean {
+  /** Add the nodes that compute a MatMulNBits. Return false, and add none, for another node or one that stays. */
+  private replacePacked(graph: Graph, node: Node, scopes: readonly Scope[]): boolean {
+    if (node.opType !== "MatMulNBits") return false;
     const [activations, packed, scales, , groups, bias] = node.inputs;
     const [result] = node.outputs;
     if (groups) return false;
-    const key = `${packed} ${scales}`;
-    let columns = this.columns.get(key);
-    if (!columns) {
-      const found = findColumns(node, scopes);
-      const values = found && this.unpack(found);
-      if (!found || !values) return false;
-      columns = this.addColumns(found, values);
-      this.columns.set(key, columns);
-    }
+    const found = findPackedWeights(node, scopes);
+    const columns = found && this.columnsOf(`${packed} ${scales}`, found.weights);
+    if (!found || !columns) return false;
+    const { width, stride } = columns;
     const operand = this.operand(graph, activations);
     const name = `${result}.integer`;
     const add = (opType: string, inputs: string[], output: string, options?: NodeOptions) =>
       void graph.nodes.push(newNode(opType, inputs, [output], options));
-    const inputs = [operand.bytes, columns.weights, this.unit(), columns.scale, this.middle()];
+    const scale = this.widened(found.scale.name, width, stride);
+    const inputs = [operand.bytes, columns.name, this.unit(), scale, this.middle()];
     add("MatMulIntegerToFloat", inputs, `${name}.parts`, { domain: CONTRIB });
     add("Mul", [`${name}.parts`, operand.scales], `${name}.scaled`);
-    const sum = bias ? `${name}.sum` : result;
-    add("ReduceSum", [`${name}.scaled`, this.axis(-2)], sum, { attributes: { keepdims: 0 } });
-    if (bias) add("Add", [sum, bias], result);
+    const last = stride > width || bias ? `${name}.sum` : result;
+    add("ReduceSum", [`${name}.scaled`, this.axis(-2)], last, { attributes: { keepdims: 0 } });
+    const own = bias ? `${name}.own` : result;
+    if (stride > width) this.cut(graph, last, width, own);
+    if (bias) add("Add", [stride > width ? own : last, bias], result);
     return true;
   }
 
-  /** Return the int8 columns of weights; undefined if their file is not there. */
-  private unpack({ packed, codes, ...sizes }: Columns): Int8Array | undefined {
-    const values = packed.read(this.readFile);
-    if (!codes) return values && columnsOf8Bits(values, sizes);
-    const numbers = codes.read(this.readFile);
-    return values && numbers && columnsOf4Bits(values, numbers, sizes);
+  /** Add a product of bytes with more columns, and cut them off. Return false, and add none, for another node. */
+  private widen(graph: Graph, node: Node, scopes: readonly Scope[]): boolean {
+    if (node.opType !== "MatMulInteger" && node.opType !== "MatMulIntegerToFloat") return false;
+    const inputs = [...node.inputs];
+    const isFloat = node.opType === "MatMulIntegerToFloat";
+    if (inputs[isFloat ? 5 : 3]) return false; // zero points of the weights
+    const found = findColumns(scopes, inputs[1]);
+    if (!found || strideOf(found.columns) === found.columns) return false;
+    const byColumn = isFloat ? [3, 6].filter((i) => inputs[i]) : [];
+    const vectors = byColumn.map((i) => weight(scopes, inputs[i]));
+    if (!vectors.every((vector) => vector && isArray(vector, "float32", [found.columns]))) return false;
+    const columns = this.columnsOf(inputs[1], found);
+    if (!columns) return false;
+    const { width, stride } = columns;
+    inputs[1] = columns.name;
+    for (const i of byColumn) inputs[i] = this.widened(inputs[i], width, stride);
+    const wide = `${node.outputs[0]}.wide`;
+    graph.nodes.push(newNode(node.opType, inputs, [wide], { domain: isFloat ? CONTRIB : "" }));
+    this.cut(graph, wide, width, node.outputs[0]);
+    return true;
   }
 
-  private addColumns({ inner, columns, scale }: Columns, values: Int8Array): { weights: string; scale: string } {
-    const weights = `tformer.columns.${this.files.size}`;
-    this.files.set(weights, new Uint8Array(values.buffer as ArrayBuffer));
-    addReference(this.main, weights, "int8", [inner, columns], weights);
-    const flat = `${weights}.scale`;
-    this.main.nodes.unshift(newNode("Reshape", [scale.name, this.axis(-1)], [flat]));
-    return { weights, scale: flat };
+  /** Add the weights of a product to the model. Return undefined if their file is not there. */
+  private columnsOf(key: string, weights: StoredWeights): WideColumns | undefined {
+    let columns = this.columns.get(key);
+    if (columns) return columns;
+    const { inner, columns: width } = weights;
+    const stride = strideOf(width);
+    const values = weights.write(this.readFile, { inner, columns: width, stride });
+    if (!values) return undefined;
+    const name = `tformer.columns.${this.files.size}`;
+    this.files.set(name, new Uint8Array(values.buffer as ArrayBuffer));
+    addReference(this.main, name, "int8", [inner, stride], name);
+    columns = { name, width, stride };
+    this.columns.set(key, columns);
+    return columns;
+  }
+
+  /** Return a vector with a number for each column as one that has zeros for further columns. */
+  private widened(vector: string, width: number, stride: number): string {
+    const name = `tformer.wide.${vector}`;
+    if (this.vectors.has(name)) return name;
+    this.vectors.add(name);
+    const flat = stride > width ? `${name}.flat` : name;
+    const added: Node[] = [newNode("Reshape", [vector, this.axis(-1)], [flat])];
+    if (stride > width) {
+      const zeros = this.constant(`zeros.${stride - width}`, [stride - width], new Array(stride - width).fill(0));
+      added.push(newNode("Concat", [flat, zeros], [name], { attributes: { axis: 0 } }));
+    }
+    this.main.nodes.unshift(...added);
+    return name;
+  }
+
+  /** Add the node that returns the first columns of a product. */
+  private cut(graph: Graph, wide: string, width: number, output: string): void {
+    graph.nodes.push(newNode("Slice", [wide, this.axis(0), this.axis(width), this.axis(-1)], [output]));
   }
 
   /** Return the operand of a product, which all products of one value share. */
@@ -210,60 +239,7 @@ class ProductRewriter {
   }
 }
 
-/** Return the weights of a MatMulNBits; undefined if they are not as the exporter stores them. */
-function findColumns(node: Node, scopes: readonly Scope[]): Columns | undefined {
-  const [, packedName, scalesName, zerosName] = node.inputs;
-  const { K: inner, N: columns, bits, block_size: block } = integerAttributes(node);
-  const packed = weight(scopes, packedName);
-  const scales = producer(scopes, scalesName);
-  if (!packed || !scales || !(inner > 0) || !(columns > 0) || !(block > 0)) return undefined;
-  const blocks = Math.ceil(inner / block);
-  if (!isArray(packed, "uint8", [columns, blocks, (block * bits) / 8])) return undefined;
-  let scale: StoredTensor | undefined;
-  let codes: StoredTensor | undefined;
-  if (bits === 8 && scales.opType === "Expand" && !zerosName) {
-    scale = weight(scopes, scales.inputs[0]);
-  } else if (bits === 4 && scales.opType === "Mul" && zerosName) {
-    scale = weight(scopes, scales.inputs[1]);
-    codes = codesOf(scopes, scales.inputs[0], zerosName);
-    if (!codes || !isArray(codes, "uint8", [columns, blocks])) return undefined;
-  }
-  if (!scale || !isArray(scale, "float32", [columns, 1])) return undefined;
-  return { inner, columns, block, packed, codes, scale };
-}
-
-/** Return the codes from which both the multipliers and the zero points of blocks of 4 bits are derived. */
-function codesOf(scopes: readonly Scope[], multipliers: string, zeros: string): StoredTensor | undefined {
-  const masked = above(scopes, multipliers, ["Add", "Cast", "BitwiseAnd"]);
-  const shifted =
-    above(scopes, zeros, ["Cast", "ReduceSum", "Mul", "Cast", "Reshape", "BitShift"]) ??
-    above(scopes, zeros, ["Cast", "ReduceSum", "Mul", "Cast", "Reshape", "Pad", "BitShift"]);
-  return masked !== undefined && masked === shifted ? weight(scopes, masked) : undefined;
-}
-
-/** Return the first input of the last operator of a chain of first inputs; undefined if the operators are others. */
-function above(scopes: readonly Scope[], name: string, operators: readonly string[]): string | undefined {
-  let current: string | undefined = name;
-  for (const operator of operators) {
-    const node: Node | undefined = current === undefined ? undefined : producer(scopes, current);
-    if (node?.opType !== operator) return undefined;
-    current = node.inputs[0];
-  }
-  return current;
-}
-
-function isArray({ dtype, shape }: StoredTensor, expected: Dtype, sizes: readonly number[]): boolean {
-  return dtype === expected && shape.length === sizes.length && shape.every((size, i) => size === sizes[i]);
-}
-
-function producer(scopes: readonly Scope[], name: string): Node | undefined {
-  const scope = scopes.find(({ graph, producers }) => graph.initializers.has(name) || producers.has(name));
-  return scope?.producers.get(name);
-}
-
-/** Return a weight that has numbers. */
-function weight(scopes: readonly Scope[], name: string): StoredTensor | undefined {
-  const scope = scopes.find(({ graph, producers }) => graph.initializers.has(name) || producers.has(name));
-  const found = scope && weightOf(scope.graph, name);
-  return found && sizeOf(found.shape) > 0 ? found : undefined;
+/** Return the number of columns that a matrix with `columns` gets. */
+function strideOf(columns: number): number {
+  return columns % SLOW_COLUMNS ? columns : columns + MORE_COLUMNS;
 }
