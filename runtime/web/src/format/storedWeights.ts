@@ -9,7 +9,7 @@
 import { sizeOf, type Dtype } from "../base/arrays.js";
 import type { Graph, Node } from "./onnxGraph.js";
 import { integerAttributes, weightOf, type FileReader, type StoredTensor } from "./onnxGraphEdit.js";
-import { columnsOf4Bits, spacedColumns, transposedColumns, type ColumnSizes } from "./weightForms.js";
+import { columnsOf4Bits, columnsOf6Bits, spacedColumns, transposedColumns, type ColumnSizes } from "./weightForms.js";
 
 const MIDDLE = 128; // the byte that stands for zero in packed weights of 8 bits
 
@@ -35,20 +35,29 @@ export function findPackedWeights(
   const { K: inner, N: columns, bits, block_size: block } = integerAttributes(node);
   const packed = weight(scopes, packedName);
   const scales = producer(scopes, scalesName);
-  if (!packed || !scales || !(inner > 0) || !(columns > 0) || !(block > 0)) return undefined;
-  if (!isArray(packed, "uint8", [columns, Math.ceil(inner / block), (block * bits) / 8])) return undefined;
+  if (!scales || !(inner > 0) || !(columns > 0) || !(block > 0)) return undefined;
+  const sizes = [columns, Math.ceil(inner / block), (block * bits) / 8];
+  if (packed && !isArray(packed, "uint8", sizes)) return undefined;
   let scale: StoredTensor | undefined;
   let weights: StoredWeights | undefined;
   if (bits === 8 && scales.opType === "Expand" && !zerosName) {
     scale = weight(scopes, scales.inputs[0]);
-    weights = packed8(packed, inner);
+    weights = packed ? packed8(packed, inner) : repackedRows(scopes, packedName);
   } else if (bits === 4 && scales.opType === "Mul" && zerosName) {
     scale = weight(scopes, scales.inputs[1]);
-    const codes = codesOf(scopes, scales.inputs[0], zerosName);
-    weights = codes && packed4(packed, codes, inner);
+    const codes = packed && codesOf(scopes, scales.inputs[0], zerosName);
+    weights = codes && packed4(packed, codes, inner, true); // zero points of MatMulNBits are whole numbers
   }
-  if (!scale || !weights || !isArray(scale, "float32", [columns, 1])) return undefined;
-  return { weights, scale };
+  if (weights?.inner !== inner || weights.columns !== columns) return undefined;
+  return scale && isArray(scale, "float32", [columns, 1]) ? { weights, scale } : undefined;
+}
+
+/** Return the weights of 6 bits from which packed ones of 8 bits are derived. */
+function repackedRows(scopes: readonly Scope[], name: string): StoredWeights | undefined {
+  const rows =
+    above(scopes, name, ["Reshape", "BitwiseXor", "Cast"]) ??
+    above(scopes, name, ["Reshape", "Pad", "BitwiseXor", "Cast"]);
+  return rows === undefined ? undefined : derivedRows(scopes, rows);
 }
 
 /** Return the weights of an int8 value (inner, columns); undefined if they are not as the exporter stores them. */
@@ -103,12 +112,17 @@ function writeTransposed(
 }
 
 /** Return packed weights of 4 bits; undefined if the codes are of other blocks. */
-function packed4(tensor: StoredTensor, codes: StoredTensor, inner: number): StoredWeights | undefined {
+function packed4(
+  tensor: StoredTensor,
+  codes: StoredTensor,
+  inner: number,
+  hasWholeZeros: boolean,
+): StoredWeights | undefined {
   const [columns, blocks, half] = tensor.shape;
   if (!isArray(codes, "uint8", [columns, blocks])) return undefined;
   const write = (readFile: FileReader, sizes: ColumnSizes) => {
     const [values, numbers] = [tensor.read(readFile), codes.read(readFile)];
-    return values && numbers && columnsOf4Bits(values, numbers, 2 * half, sizes);
+    return values && numbers && columnsOf4Bits(values, numbers, { block: 2 * half, hasWholeZeros }, sizes);
   };
   return { inner, columns, write };
 }
@@ -122,6 +136,7 @@ function derivedRows(scopes: readonly Scope[], name: string): StoredWeights | un
     if (end === undefined) return undefined;
     node = producer(scopes, node.inputs[0]);
   }
+  if (node?.opType === "BitwiseOr") return planesOf6Bits(scopes, node, end);
   if (node?.opType !== "Reshape") return undefined;
   const source = producer(scopes, node.inputs[0]);
   const place = source?.opType === "Gather" ? producer(scopes, source.inputs[1]) : undefined;
@@ -138,7 +153,25 @@ function derivedRows(scopes: readonly Scope[], name: string): StoredWeights | un
   if (!place) return packed8(packed, inner);
   const coded = above(scopes, place.inputs[1], ["Unsqueeze", "Mul", "Cast"]);
   const codes = coded === undefined ? undefined : weight(scopes, coded);
-  return codes && packed4(packed, codes, inner);
+  return codes && packed4(packed, codes, inner, false);
+}
+
+/** Return weights of 6 bits. end: their rows, without those that fill the last group of 4. */
+function planesOf6Bits(scopes: readonly Scope[], node: Node, end: number | undefined): StoredWeights | undefined {
+  const [upper, lower] = node.inputs.map((name) => {
+    const gather = producer(scopes, above(scopes, name, ["Reshape"]) ?? "");
+    const plane = gather?.opType === "Gather" ? above(scopes, gather.inputs[1], ["Cast"]) : undefined;
+    return plane === undefined ? undefined : weight(scopes, plane);
+  });
+  const [columns, groups] = lower?.shape ?? [];
+  if (!upper || !lower || !isArray(lower, "uint8", [columns, groups])) return undefined;
+  const inner = end ?? 4 * groups;
+  if (!isArray(upper, "uint8", [columns, 2 * groups]) || Math.ceil(inner / 4) !== groups) return undefined;
+  const write = (readFile: FileReader, sizes: ColumnSizes) => {
+    const [high, low] = [upper.read(readFile), lower.read(readFile)];
+    return high && low && columnsOf6Bits(high, low, sizes);
+  };
+  return { inner, columns, write };
 }
 
 /** Return the codes from which both the multipliers and the zero points of blocks of 4 bits are derived. */
