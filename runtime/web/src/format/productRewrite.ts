@@ -114,9 +114,10 @@ class ProductRewriter {
     const scale = this.widened(found.scale.name, width, stride);
     const inputs = [operand.bytes, columns.name, this.unit(), scale, this.middle()];
     add("MatMulIntegerToFloat", inputs, `${name}.parts`, { domain: CONTRIB });
-    add("Mul", [`${name}.parts`, operand.scales], `${name}.scaled`);
+    // Not ReduceSum, which returns another shape for no rows.
+    add("MatMul", [operand.scales, `${name}.parts`], `${name}.row`);
     const last = stride > width || bias ? `${name}.sum` : result;
-    add("ReduceSum", [`${name}.scaled`, this.axis(-2)], last, { attributes: { keepdims: 0 } });
+    add("Squeeze", [`${name}.row`, this.axis(-2)], last);
     const own = bias ? `${name}.own` : result;
     if (stride > width) this.cut(graph, last, width, own);
     if (bias) add("Add", [stride > width ? own : last, bias], result);
@@ -209,7 +210,7 @@ class ProductRewriter {
     const rows = add("Concat", [...parts, rest], "rows", { attributes: { axis: -2 } });
     const bytes = add("QuantizeLinear", [rows, this.unit(), this.middle()], "bytes");
     const powers = Array.from({ length: PARTS }, (_, i) => FINER ** -i);
-    const scales = add("Mul", [scale, this.constant("powers", [PARTS, 1], powers)], "scales");
+    const scales = add("Mul", [scale, this.constant("powers", [1, PARTS], powers)], "scales");
     operand = { bytes, scales };
     known.set(value, operand);
     return operand;

@@ -1,7 +1,7 @@
 """Products of quantised weights as the exporter stores them, as model files, with their values.
 
-The weights of a file are its results for the rows of the identity matrix, whose integers are exact. Where activations are
-rounded, the expected product is that of Python's onnxruntime.
+The weights of a file are its results for the rows of the identity matrix, whose integers are exact. Where activations
+are rounded, the expected product is that of Python's onnxruntime.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime
 from golden_file import GoldenFile
 from onnx import helper as h
+from onnx import numpy_helper
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
@@ -27,7 +28,7 @@ from tformer_export.common.onnx_writer import save  # noqa: E402
 from tformer_export.quantize.rewrite import quantize_weights  # noqa: E402
 from tformer_runtime.format import manifest as m  # noqa: E402
 
-FLOATS, ROWS, FEW = "floats", "rows", "few"
+FLOATS, ROWS, FEW, SELECTED = "floats", "rows", "few", "selected"
 MIN_ROWS = 4  # from here on the branch for many rows runs
 
 
@@ -47,6 +48,28 @@ def product(inner: int, columns: int, has_bias: bool, random: Any) -> onnx.Model
     nodes.append(h.make_node("Concat", [first, "second"], ["y"], axis=-1))
     shape, out = [m.BATCH_AXIS, "time", inner], [m.BATCH_AXIS, "time", 2 * columns]
     return model_of(nodes, {"x": shape}, {"y": out}, weights, name="encode")
+
+
+def selected(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with products of the rows of x that have a number above 10⁶, as an expert has them."""
+    graph = model.graph
+    added = {"limit": np.float32(1e6), "axis": np.array([-1], np.int64), "first": np.array([0], np.int64)}
+    graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(array), f"select.{name}") for name, array in added.items()
+    )
+    before = [
+        h.make_node("Squeeze", ["x", "select.first"], ["select.rows"]),
+        h.make_node("ReduceMax", ["select.rows", "select.axis"], ["select.most"], keepdims=0),
+        h.make_node("Greater", ["select.most", "select.limit"], ["select.flags"]),
+        h.make_node("Compress", ["select.rows", "select.flags"], ["select.found"], axis=0),
+    ]
+    for node in graph.node:
+        node.input[:] = ["select.found" if name == "x" else name for name in node.input]
+        node.output[:] = ["select.y" if name == "y" else name for name in node.output]
+    nodes = [*before, *graph.node, h.make_node("Unsqueeze", ["select.y", "select.first"], ["y"])]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return model
 
 
 def transposed(inner: int, columns: int, random: Any) -> onnx.ModelProto:
@@ -95,22 +118,27 @@ def write(model: onnx.ModelProto, inner: int, columns: int, path: Path) -> bytes
 
 def main() -> None:
     file, cases, random = GoldenFile(), [], np.random.default_rng(5)
+    floats, rounded = ((96, 40, True), (200, 512, False), (72, 1024, True)), ((96, 40, True), (200, 512, True))
     kinds = [
-        *((FLOATS, bits, *sizes) for bits in (8, 6, 4) for sizes in ((96, 40, True), (200, 512, False), (72, 1024, True))),
-        *((form, bits, *sizes) for form in (ROWS, FEW) for bits in (8, 6, 4) for sizes in ((96, 40, True), (200, 512, True))),
+        *((FLOATS, bits, *sizes) for bits in (8, 6, 4) for sizes in floats),
+        *((form, bits, *sizes) for form in (ROWS, FEW) for bits in (8, 6, 4) for sizes in rounded),
         ("table", 8, 200, 512, False),
-    ]  # fmt: skip
+        (SELECTED, 4, 200, 512, True),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for form, bits, inner, columns, has_bias in kinds:
             if form == "table":
                 model = transposed(inner, columns, random)
             else:
-                model = quantized(product(inner, columns, has_bias, random), bits, form)
+                model = quantized(product(inner, columns, has_bias, random), bits, FLOATS if form == SELECTED else form)
+            if form == SELECTED:
+                model = selected(model)
             whole = write(model, inner, columns if form == "table" else 2 * columns, Path(folder) / "model.onnx")
             session = onnxruntime.InferenceSession(whole, providers=["CPUExecutionProvider"])
-            identity = session.run(None, {"x": np.concatenate([np.zeros((1, inner)), np.eye(inner)])[None].astype("f")})
-            bias, matrix = identity[0][0, :1].astype(np.float64), identity[0][0, 1:].astype(np.float64)
-            matrix = matrix - bias
+            if form == FLOATS:
+                identity = np.concatenate([np.zeros((1, inner)), np.eye(inner)]).astype(np.float32)
+                known = session.run(None, {"x": identity[None]})[0][0].astype(np.float64)
+                bias, matrix = known[:1], known[1:] - known[:1]
             runs = []
             for rows in (1, 2, 17):
                 x = random.standard_normal((rows, inner)).astype(np.float32)
@@ -120,6 +148,9 @@ def main() -> None:
                 expected = session.run(None, {"x": many})[0][0, :rows].astype(np.float64)
                 if form == FLOATS:
                     expected = x.astype(np.float64) @ matrix + bias
+                elif form == SELECTED:
+                    x[3:4] *= 1e8  # of 17 rows one is chosen, of fewer none
+                    expected = session.run(None, {"x": x[None]})[0][0].astype(np.float64)
                 runs.append({"x": file.array(x), "expected": file.array(expected)})
             name = f"{form}, {bits} bits, {inner} × {columns}{', bias' * has_bias}"
             bytes_ = file.array(np.frombuffer(whole, np.uint8))
