@@ -10,6 +10,7 @@ import {
   ENTRY_KEY,
   ENTRY_VALUE,
   GRAPH_INITIALIZER,
+  GRAPH_NAME,
   NODE_ATTRIBUTE,
   NODE_DOMAIN,
   NODE_INPUT,
@@ -84,6 +85,15 @@ export function integerAttributes(node: Node): Record<string, number> {
     if (value !== undefined) attributes[name] = value;
   }
   return attributes;
+}
+
+/** Return the name of a graph; an empty one if it has none. */
+export function graphName(graph: Graph): string {
+  let name = "";
+  for (const encoded of graph.rest) {
+    for (const field of iterFields(encoded)) if (field.number === GRAPH_NAME) name = textOf(encoded, field);
+  }
+  return name;
 }
 
 /** Put the nodes and weights of a branch in the place of the node that chooses it. They give its outputs. */

@@ -9,7 +9,8 @@
  * activations have the precision of float32. A product of bytes that reads three rows takes little longer than with one.
  *
  * The kernel of these products reads the weights row by row. Rows whose length is a multiple of 512 bytes fall into the same
- * places of the processor's caches, and take up to three times as long. So they get 64 more columns, of zeros.
+ * places of the processor's caches, and take up to three times as long. So they get 64 more columns, of zeros, where products
+ * have few rows: in the decode stage.
  *
  * The branch for few rows (`few_rows_branch.py`) has the same products for other processors. It is left out.
  *
@@ -18,7 +19,15 @@
 
 import type { Dtype } from "../base/arrays.js";
 import { encodeModel, parseModel, removeUnread, type Graph, type Node } from "./onnxGraph.js";
-import { addReference, addValues, inlineBranch, newNode, type FileReader, type NodeOptions } from "./onnxGraphEdit.js";
+import {
+  addReference,
+  addValues,
+  graphName,
+  inlineBranch,
+  newNode,
+  type FileReader,
+  type NodeOptions,
+} from "./onnxGraphEdit.js";
 import { findColumns, findPackedWeights, isArray, weight, type Scope, type StoredWeights } from "./storedWeights.js";
 
 const CONTRIB = "com.microsoft";
@@ -28,6 +37,7 @@ const FINER = 2 * STEPS; // of a row of bytes against the row before: a rest is 
 const PARTS = 3;
 const SLOW_COLUMNS = 512; // a kernel is slow for a number of columns that is a multiple of this
 const MORE_COLUMNS = 64;
+const MANY_ROWS_GRAPH = "encode"; // reads whole inputs
 
 /** The rewritten model, and the weights that it refers to by the name of a file. */
 export interface RewrittenModel {
@@ -80,10 +90,15 @@ class ProductRewriter {
   private readonly operands = new Map<Graph, Map<string, Operand>>();
   private operandCount = 0;
 
+  /** Whether products have few rows, so that reading the weights takes most of their time. */
+  private readonly hasFewRows: boolean;
+
   constructor(
     private readonly main: Graph,
     private readonly readFile: FileReader,
-  ) {}
+  ) {
+    this.hasFewRows = graphName(main) !== MANY_ROWS_GRAPH;
+  }
 
   /** Rewrite the products of a graph and of its branches. outer: the graphs around it, the nearest first. */
   rewrite(graph: Graph, outer: readonly Scope[]): void {
@@ -131,7 +146,7 @@ class ProductRewriter {
     const isFloat = node.opType === "MatMulIntegerToFloat";
     if (inputs[isFloat ? 5 : 3]) return false; // zero points of the weights
     const found = findColumns(scopes, inputs[1]);
-    if (!found || strideOf(found.columns) === found.columns) return false;
+    if (!found || this.strideOf(found.columns) === found.columns) return false;
     const byColumn = isFloat ? [3, 6].filter((i) => inputs[i]) : [];
     const vectors = byColumn.map((i) => weight(scopes, inputs[i]));
     if (!vectors.every((vector) => vector && isArray(vector, "float32", [found.columns]))) return false;
@@ -151,7 +166,7 @@ class ProductRewriter {
     let columns = this.columns.get(key);
     if (columns) return columns;
     const { inner, columns: width } = weights;
-    const stride = strideOf(width);
+    const stride = this.strideOf(width);
     const values = weights.write(this.readFile, { inner, columns: width, stride });
     if (!values) return undefined;
     const name = `tformer.columns.${this.files.size}`;
@@ -160,6 +175,11 @@ class ProductRewriter {
     columns = { name, width, stride };
     this.columns.set(key, columns);
     return columns;
+  }
+
+  /** Return the number of columns that a matrix with `columns` gets. */
+  private strideOf(columns: number): number {
+    return this.hasFewRows && columns % SLOW_COLUMNS === 0 ? columns + MORE_COLUMNS : columns;
   }
 
   /** Return a vector with a number for each column as one that has zeros for further columns. */
@@ -238,9 +258,4 @@ class ProductRewriter {
     if (!this.main.initializers.has(whole)) addValues(this.main, whole, dtype, shape, values);
     return whole;
   }
-}
-
-/** Return the number of columns that a matrix with `columns` gets. */
-function strideOf(columns: number): number {
-  return columns % SLOW_COLUMNS ? columns : columns + MORE_COLUMNS;
 }

@@ -28,11 +28,11 @@ from tformer_export.common.onnx_writer import save  # noqa: E402
 from tformer_export.quantize.rewrite import quantize_weights  # noqa: E402
 from tformer_runtime.format import manifest as m  # noqa: E402
 
-FLOATS, ROWS, FEW, SELECTED = "floats", "rows", "few", "selected"
+FLOATS, ROWS, FEW, ENCODE, SELECTED = "floats", "rows", "few", "encode", "selected"
 MIN_ROWS = 4  # from here on the branch for many rows runs
 
 
-def product(inner: int, columns: int, has_bias: bool, random: Any) -> onnx.ModelProto:
+def product(inner: int, columns: int, has_bias: bool, name: str, random: Any) -> onnx.ModelProto:
     """Return a model of x · W (+ b) · V: two products, the first also read by a third."""
     weights = {
         "w": random.standard_normal((inner, columns)).astype(np.float32) / 8,
@@ -47,7 +47,7 @@ def product(inner: int, columns: int, has_bias: bool, random: Any) -> onnx.Model
     nodes.append(h.make_node("MatMul", ["x", "other"], ["second"], name="second"))
     nodes.append(h.make_node("Concat", [first, "second"], ["y"], axis=-1))
     shape, out = [m.BATCH_AXIS, "time", inner], [m.BATCH_AXIS, "time", 2 * columns]
-    return model_of(nodes, {"x": shape}, {"y": out}, weights, name="encode")
+    return model_of(nodes, {"x": shape}, {"y": out}, weights, name)
 
 
 def selected(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -99,7 +99,12 @@ def transposed(inner: int, columns: int, random: Any) -> onnx.ModelProto:
 
 def quantized(model: onnx.ModelProto, bits: int, form: str) -> onnx.ModelProto:
     parsed = ir.from_proto(model)
-    options: dict[str, Any] = {FLOATS: {"float_activations": True}, ROWS: {"on_cpu": True}, FEW: {"step": "x"}}[form]
+    options: dict[str, Any] = {
+        FLOATS: {"float_activations": True},
+        ROWS: {"on_cpu": True},
+        ENCODE: {"on_cpu": True},
+        FEW: {"step": "x"},
+    }[form]
     quantize_weights(parsed, bits, "latency" if form == FEW else "throughput", **options)
     return ir.to_proto(parsed)
 
@@ -121,7 +126,7 @@ def main() -> None:
     floats, rounded = ((96, 40, True), (200, 512, False), (72, 1024, True)), ((96, 40, True), (200, 512, True))
     kinds = [
         *((FLOATS, bits, *sizes) for bits in (8, 6, 4) for sizes in floats),
-        *((form, bits, *sizes) for form in (ROWS, FEW) for bits in (8, 6, 4) for sizes in rounded),
+        *((form, bits, *sizes) for form in (ROWS, FEW, ENCODE) for bits in (8, 6, 4) for sizes in rounded),
         ("table", 8, 200, 512, False),
         (SELECTED, 4, 200, 512, True),
     ]
@@ -130,7 +135,11 @@ def main() -> None:
             if form == "table":
                 model = transposed(inner, columns, random)
             else:
-                model = quantized(product(inner, columns, has_bias, random), bits, FLOATS if form == SELECTED else form)
+                model = quantized(
+                    product(inner, columns, has_bias, ENCODE if form == ENCODE else "decode", random),
+                    bits,
+                    FLOATS if form == SELECTED else form,
+                )
             if form == SELECTED:
                 model = selected(model)
             whole = write(model, inner, columns if form == "table" else 2 * columns, Path(folder) / "model.onnx")
