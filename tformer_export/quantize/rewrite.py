@@ -345,7 +345,7 @@ class _QuantizationRewriter:
             {**sizes, "accuracy_level": accuracy_level},
             domain=CONTRIB,
             version=1,
-            name=f"{node.name}.{'few' if accuracy_level == INT8_ACTIVATIONS else 'packed'}",
+            name=f"{node.name}.{'few' if accuracy_level == INT8_ACTIVATIONS else 'by_block'}",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
         _replace(node, last, [product, *_added(product, None if bias_fits else bias)])

@@ -11,6 +11,8 @@ import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../b
 import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors.js";
 import { DATA_TYPES } from "../format/onnxFields.js";
 import type { Manifest } from "../format/manifest.js";
+import { readingFile } from "../format/modelFile.js";
+import { withIntegerProducts } from "../format/productRewrite.js";
 import {
   checkPrecision,
   closedError,
@@ -254,7 +256,8 @@ export class WasmBackend implements Backend {
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
     checkPrecision(manifest, name);
-    return new WasmSession(this.heap, await this.openHandle(model, weights, manifest, name), name);
+    const [fastModel, allWeights] = withFastProducts(model, weights, name);
+    return new WasmSession(this.heap, await this.openHandle(fastModel, allWeights, manifest, name), name);
   }
 
   /** Return the handle of a new session. addProvider: adds an execution provider to session options. */
@@ -291,6 +294,15 @@ export class WasmBackend implements Backend {
       module._free(place);
     }
   }
+}
+
+/** Return the model with the products that are fast in WebAssembly, and its weights with theirs. */
+function withFastProducts(model: Uint8Array, weights: Weights, name: string): [Uint8Array, Weights] {
+  const { location, bytes, dataFiles } = weights;
+  const read = (file: string) => (file === location ? bytes : dataFiles?.get(file));
+  const rewritten = readingFile(name, () => withIntegerProducts(model, read));
+  if (!rewritten.files.size) return [rewritten.model, weights];
+  return [rewritten.model, { ...weights, dataFiles: new Map([...(dataFiles ?? []), ...rewritten.files]) }];
 }
 
 /** A tensor of the module. */

@@ -24,10 +24,13 @@ export const NODE_INPUT = 1;
 export const NODE_OUTPUT = 2;
 export const NODE_OP_TYPE = 4;
 export const NODE_ATTRIBUTE = 5;
+export const NODE_DOMAIN = 7;
 
 export const ATTRIBUTE_NAME = 1;
+export const ATTRIBUTE_I = 3;
 export const ATTRIBUTE_G = 6;
 export const ATTRIBUTE_TYPE = 20;
+export const ATTRIBUTE_TYPE_INT = 2;
 export const ATTRIBUTE_TYPE_GRAPH = 5;
 
 export const VALUE_INFO_NAME = 1;
@@ -38,6 +41,8 @@ export const TYPE_TENSOR_SHAPE = 2;
 export const SHAPE_DIM = 1;
 export const DIM_VALUE = 1;
 
+export const TENSOR_DIMS = 1;
+export const TENSOR_DATA_TYPE = 2;
 export const TENSOR_NAME = 8;
 export const TENSOR_RAW_DATA = 9;
 export const TENSOR_EXTERNAL_DATA = 13;

@@ -130,6 +130,18 @@ export function varintField(number: number, value: number): Uint8Array[] {
   return [tag(number, VARINT), varint(value)];
 }
 
+/** Encode a field that holds a whole number of 64 bits, which may be negative, as parts. */
+export function integerField(number: number, value: number): Uint8Array[] {
+  if (value >= 0) return varintField(number, value);
+  const groups = Array.from({ length: MAX_VARINT_BYTES }, (_, i) =>
+    Number((BigInt.asUintN(64, BigInt(value)) >> BigInt(7 * i)) & 0x7fn),
+  );
+  return [
+    tag(number, VARINT),
+    Uint8Array.from(groups, (group, i) => (i < MAX_VARINT_BYTES - 1 ? group | 0x80 : group)),
+  ];
+}
+
 /** Return the number of bytes of some parts. */
 export function totalBytes(parts: readonly Uint8Array[]): number {
   let bytes = 0;

@@ -15,11 +15,11 @@ import {
   namesRead,
   parseModel,
   removeUnread,
-  renameValues,
   valueName,
   type Graph,
   type Node,
 } from "./onnxGraph.js";
+import { inlineBranch } from "./onnxGraphEdit.js";
 import { bytesField, concatBytes, contentOf, iterFields, WireError } from "./onnxWire.js";
 
 export type Stage = "encode" | "decode";
@@ -49,8 +49,7 @@ function extract(model: Uint8Array, stage: Stage): Uint8Array<ArrayBuffer> {
   const choice = findChoice(graph);
   const branch = choice.branches.get(BRANCHES[stage]);
   if (branch === undefined || branch.outputs.length !== choice.outputs.length) throw otherForm();
-  const newNames = new Map(branch.outputs.map((name, i) => [name, choice.outputs[i]]));
-  for (const node of branch.nodes) renameValues(node, newNames);
+  inlineBranch(graph, choice, branch);
   // A branch returns empty constants for the outputs of the other stage.
   const outputs = new Set(choice.outputs);
   const missing = new Set<string>();
@@ -58,7 +57,6 @@ function extract(model: Uint8Array, stage: Stage): Uint8Array<ArrayBuffer> {
     if (node.inputs.length === 0) for (const name of node.outputs) if (outputs.has(name)) missing.add(name);
   }
   // Nodes outside of the branches compute what both stages read, such as weights, or compute with their results.
-  graph.nodes.splice(graph.nodes.indexOf(choice), 1, ...branch.nodes);
   for (const node of graph.nodes) {
     for (const name of namesRead(node)) {
       if (!missing.has(name)) continue;
@@ -66,7 +64,6 @@ function extract(model: Uint8Array, stage: Stage): Uint8Array<ArrayBuffer> {
       break;
     }
   }
-  for (const [name, encoded] of branch.initializers) graph.initializers.set(name, encoded);
   graph.outputs = graph.outputs.filter((name) => !missing.has(name));
   removeUnread(graph);
   const read = graphNamesRead(graph);
