@@ -31,6 +31,7 @@ from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
+from tformer_export.capture.size_arithmetic import size_arithmetic_kept
 from tformer_export.capture.trace_errors import (
     SizeWatch,
     explain_fixed,
@@ -54,7 +55,6 @@ from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import BATCH_SIZE, OTHER_BATCH_SIZE, distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.size_arithmetic import size_arithmetic_kept
 from tformer_export.common.source_lines import line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError

@@ -17,10 +17,10 @@ from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from tformer_export.capture.equal_sizes import equal_sizes_known
+from tformer_export.capture.size_arithmetic import size_arithmetic_kept
 from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.size_arithmetic import size_arithmetic_kept
 from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from tformer_export.common.size_arithmetic import OPERATIONS, size_arithmetic_kept
+from tformer_export.capture.size_arithmetic import OPERATIONS, size_arithmetic_kept
 
 
 class Encoder(nn.Module):
@@ -73,9 +72,11 @@ def test_traced_program_is_that_of_torch(module):
 def sizes():
     """Return two sizes of a trace, of which each may be any number."""
     environment = ShapeEnv(duck_shape=False)
-    free = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
-    with FakeTensorMode(shape_env=environment) as mode, size_arithmetic_kept():
-        yield mode.from_tensor(torch.ones(7, 7), source=ConstantSource("x"), symbolic_context=free).shape
+    with size_arithmetic_kept():
+        yield [
+            environment.create_unspecified_symint_and_symbol(7, ConstantSource(name), DimDynamic.DYNAMIC)
+            for name in ("one", "other")
+        ]
 
 
 def test_sizes_that_become_equal_are_computed_anew(sizes):

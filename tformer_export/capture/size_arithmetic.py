@@ -26,9 +26,10 @@ def size_arithmetic_kept() -> Iterator[None]:
     The result is a new node each time, because a trace knows a size by its node. The patch is process-wide: the caller
     holds TORCH_PATCH_LOCK.
     """
-    originals = {name: vars(SymNode)[name] for name in OPERATIONS if name in vars(SymNode)}
-    for name, original in originals.items():
-        setattr(SymNode, name, _kept(original))
+    originals = {name: vars(SymNode)[name] for name in (*OPERATIONS, "maybe_as_int")}
+    for name in OPERATIONS:
+        setattr(SymNode, name, _kept(originals[name]))
+    SymNode.maybe_as_int = _symbols_skipped(originals["maybe_as_int"])  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -76,3 +77,15 @@ def _kept(original: Callable[[SymNode, SymNode], SymNode]) -> Callable[[SymNode,
         return node
 
     return operation
+
+
+def _symbols_skipped(maybe_as_int: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
+    """Return the function without the work for a size that no other one replaces: it is no number."""
+
+    def number(size: SymNode) -> int | None:
+        sizes = size.shape_env
+        if size._expr.is_symbol and sizes is not None and size._expr not in sizes.replacements:  # type: ignore[attr-defined]
+            return None
+        return maybe_as_int(size)
+
+    return number
