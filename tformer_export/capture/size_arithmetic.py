@@ -29,7 +29,7 @@ def size_arithmetic_kept() -> Iterator[None]:
     originals = {name: vars(SymNode)[name] for name in (*OPERATIONS, "maybe_as_int")}
     for name in OPERATIONS:
         setattr(SymNode, name, _kept(originals[name]))
-    SymNode.maybe_as_int = _symbols_skipped(originals["maybe_as_int"])  # type: ignore[method-assign]
+    SymNode.maybe_as_int = _symbols_skipped(originals["maybe_as_int"])  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
