@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import sympy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -24,8 +26,11 @@ def size_arithmetic_kept() -> Iterator[None]:
     """Patch the operations of torch's symbolic sizes: equal ones of a trace are computed once.
 
     The result is a new node each time, because a trace knows a size by its node. The patch is process-wide: the caller
-    holds TORCH_PATCH_LOCK.
+    holds TORCH_PATCH_LOCK. With a version of torch whose sizes have other attributes, nothing is patched.
     """
+    if not _knows_torch():
+        yield
+        return
     originals = {name: vars(SymNode)[name] for name in (*OPERATIONS, "maybe_as_int")}
     for name in OPERATIONS:
         setattr(SymNode, name, _kept(originals[name]))
@@ -35,6 +40,18 @@ def size_arithmetic_kept() -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(SymNode, name, original)
+
+
+@cache
+def _knows_torch() -> bool:
+    """Return whether torch's sizes have the private attributes that this module reads."""
+    environment = ShapeEnv()
+    node = SymNode(sympy.Integer(1), environment, int, 1)
+    return (
+        {*OPERATIONS, "maybe_as_int"} <= {*vars(SymNode)}
+        and {"_expr", "_hint", "_optimized_summation", "shape_env"} <= {*vars(node)}
+        and {"_replacements_version_counter", "_translation_validation_enabled", "replacements"} <= {*vars(environment)}
+    )
 
 
 def _kept(original: Callable[[SymNode, SymNode], SymNode]) -> Callable[[SymNode, SymNode], SymNode]:

@@ -11,6 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from tformer_export.capture import size_arithmetic
 from tformer_export.capture.size_arithmetic import OPERATIONS, size_arithmetic_kept
 
 
@@ -114,3 +115,14 @@ def _counted(operation, name, computed):
         return operation(*sizes)
 
     return run
+
+
+def test_torch_with_other_sizes_is_left_as_it_is(monkeypatch):
+    methods = dict(vars(SymNode))
+    with size_arithmetic_kept():
+        assert vars(SymNode)["_add"] is not methods["_add"]
+    monkeypatch.setattr(size_arithmetic, "OPERATIONS", (*OPERATIONS, "_operation_of_another_version"))
+    size_arithmetic._knows_torch.cache_clear()
+    with size_arithmetic_kept():
+        assert dict(vars(SymNode)) == methods
+    size_arithmetic._knows_torch.cache_clear()
