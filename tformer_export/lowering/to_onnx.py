@@ -17,6 +17,7 @@ from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from tformer_export.capture.equal_sizes import equal_sizes_known
+from tformer_export.capture.size_arithmetic import size_arithmetic_kept
 from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
@@ -105,6 +106,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         torch.no_grad(),
         quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
         equal_sizes_known(),
+        size_arithmetic_kept(),
         operator_table_kept(),
         traced_results_reused(),
         _exact_constants(),
