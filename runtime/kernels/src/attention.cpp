@@ -13,6 +13,7 @@ constexpr size_t MAX_ROWS = 48;             // of a task
 constexpr size_t MIN_ROWS = 12;             // of a task that is one of several for a head
 constexpr size_t MAX_SCORES = 1 << 18;      // of a task, where MIN_ROWS have no more
 constexpr size_t TASK_PRODUCTS = 1 << 16;   // multiplications worth a task
+constexpr size_t SHARED_PRODUCTS = 1 << 18;  // multiplications worth a second thread
 constexpr size_t MAX_TASKS = 256;
 // New keys of so many numbers are written by several threads. Fewer are not: pages of a new cache that two threads touch
 // for the first time cost both milliseconds.
@@ -166,6 +167,7 @@ void attend(const AttentionCall& call, ParallelFor parallel_for, void* context) 
   const size_t products = 2 * job.rows * call.groups * positions * call.size / (call.causal && call.length >= call.total ? 2 : 1);
   const size_t batches = std::clamp<size_t>(products / TASK_PRODUCTS, 1, std::clamp<size_t>(job.tasks, 1, MAX_TASKS));
   job.tasks_of_a_batch = (job.tasks + batches - 1) / batches;
+  if (products < SHARED_PRODUCTS) parallel_for = run_alone;
   if (call.slots > 0) {
     const bool in_place = call.past_keys == call.key_cache && call.past_values == call.value_cache;
     const size_t copied = call.batch * (in_place ? call.length : call.slots);

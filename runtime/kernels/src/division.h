@@ -21,6 +21,13 @@ struct Division {
   // Whether there are so many rows that they are divided by rows alone.
   bool by_rows_alone() const { return row_blocks >= OWN_BLOCKS; }
 
+  // Whether a second thread gains more than the time until it has begun and ended, some microseconds.
+  bool is_worth_threads(const Matrix& matrix) const {
+    const size_t products = rows * matrix.padded_inner * panels * PANEL;
+    return products >= (matrix.bits == FLOAT_BITS ? SHARED_PRODUCTS : 2 * SHARED_PRODUCTS) ||
+           panels * matrix.panel_bytes() >= SHARED_BYTES;
+  }
+
   // Chooses the number of chunks, so that a task is worth its start.
   void divide_panels(const Matrix& matrix) {
     const size_t weights = panels * matrix.panel_bytes();
@@ -45,6 +52,8 @@ struct Division {
  private:
   static constexpr size_t UNIT_PANELS = 4;  // panels that a path may want at once
   static constexpr size_t OWN_BLOCKS = 8;
+  static constexpr size_t SHARED_PRODUCTS = 1 << 20;  // float32 multiplications worth a second thread
+  static constexpr size_t SHARED_BYTES = 1 << 19;     // bytes of weights worth a second thread
   static constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
   static constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
   static constexpr size_t MAX_TASKS = 64;

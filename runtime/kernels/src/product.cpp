@@ -145,6 +145,7 @@ void multiply(const Call& call, ParallelFor parallel_for, void* context) {
   const Matrix& matrix = *call.matrix;
   if (call.rows == 0) return;
   Job job{&call, Division(call.rows, matrix)};
+  if (!job.division.is_worth_threads(matrix)) parallel_for = run_alone;
   if (job.division.by_rows_alone()) {
     run_tasks(parallel_for, context, own_rows_task, job.division.tasks(), &job);
   } else {
@@ -164,6 +165,7 @@ void multiply(const Call& call, ParallelFor parallel_for, void* context) {
 void multiply(const FloatCall& call, ParallelFor parallel_for, void* context) {
   if (call.rows == 0) return;
   FloatJob job{&call, Division(call.rows, *call.matrix)};
+  if (!job.division.is_worth_threads(*call.matrix)) parallel_for = run_alone;
   if (!job.division.by_rows_alone()) job.division.divide_panels(*call.matrix);
   run_tasks(parallel_for, context, float_task, job.division.tasks(), &job);
 }

@@ -10,6 +10,11 @@ namespace tformer {
 // Runs function(data, i) for each i below count, on any threads.
 using ParallelFor = void (*)(void* context, void (*function)(void* data, size_t i), size_t count, void* data);
 
+// Runs tasks on the calling thread.
+inline void run_alone(void*, void (*task)(void*, size_t), size_t count, void* data) {
+  for (size_t i = 0; i < count; i++) task(data, i);
+}
+
 // One task runs at once, without a way through the pool.
 inline void run_tasks(ParallelFor parallel_for, void* context, void (*task)(void*, size_t), size_t count, void* data) {
   if (count == 1)
