@@ -21,7 +21,7 @@ from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
-from tformer_runtime.rewriting.elementwise_rewrite import Activation, replace_elementwise
+from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, replace_elementwise
 from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
 from tformer_runtime.rewriting.stored_weights import is_operator
@@ -147,7 +147,8 @@ class _Replacement:
         """Replace the activations, gates and norms of one graph, without its branches, and return their number."""
         if self.attention_path is None:
             return 0
-        return replace_elementwise(graph, self.files, DOMAIN, (OPERATOR, FLOAT_OPERATOR), self.attention_path)
+        products = OPERATOR, FLOAT_OPERATOR
+        return replace_elementwise(graph, self.files, self.inputs, DOMAIN, products, self.attention_path)
 
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""
@@ -174,14 +175,8 @@ class _Replacement:
             floats = find_float_product(graph, node, readers, self.inputs, self.files)
             handle = self.pack_float(floats, self.files) if floats is not None else None
             if floats is not None and handle is not None:
-                new = new_node(
-                    FLOAT_OPERATOR,
-                    DOMAIN,
-                    [floats.source],
-                    [floats.result],
-                    {"handle": handle, **Activation().attributes()},
-                )
-                return floats.last, new
+                attributes = {"handle": handle, COLUMNS: floats.columns, **Activation().attributes()}
+                return floats.last, new_node(FLOAT_OPERATOR, DOMAIN, [floats.source], [floats.result], attributes)
         return None
 
 
@@ -196,6 +191,7 @@ def _operator(product: QuantizedProduct, handle: int) -> Node:
         "floor": float(scaling.floor),
         "step": float(scaling.step),
         "fixed_scale": float(scaling.fixed_scale),
+        COLUMNS: product.weights.columns,
         **Activation().attributes(),
     }
     return new_node(OPERATOR, DOMAIN, [product.source], [product.result], attributes)
