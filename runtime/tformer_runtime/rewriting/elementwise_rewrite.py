@@ -61,23 +61,37 @@ class Activated:
 
 
 def replace_elementwise(
-    graph: Graph, files: WeightFiles, inputs: set[str], domain: str, products: tuple[str, ...], path: int
+    graph: Graph,
+    files: WeightFiles,
+    inputs: set[str],
+    has_scans: bool,
+    domain: str,
+    products: tuple[str, ...],
+    path: int,
 ) -> int:
     """Replace activations, gates and norms of one graph, without its branches. Return how many.
 
     inputs: names of the inputs of the model, whose values a caller gives.
+    has_scans: whether the model has a Scan in any of its graphs.
     domain: of the kernels' operators. products: the names of those that have an attribute for an activation.
     path: the place of the kernels' path in the library.
     """
-    rewriting = _Rewriting(graph, files, inputs, domain, products, path)
+    rewriting = _Rewriting(graph, files, inputs, has_scans, domain, products, path)
     return rewriting.fold_activations() + rewriting.replace_gates() + rewriting.replace_norms()
 
 
 class _Rewriting:
     def __init__(
-        self, graph: Graph, files: WeightFiles, inputs: set[str], domain: str, products: tuple[str, ...], path: int
+        self,
+        graph: Graph,
+        files: WeightFiles,
+        inputs: set[str],
+        has_scans: bool,
+        domain: str,
+        products: tuple[str, ...],
+        path: int,
     ) -> None:
-        self.graph, self.files, self.inputs = graph, files, inputs
+        self.graph, self.files, self.inputs, self.has_scans = graph, files, inputs, has_scans
         self.domain, self.products, self.path = domain, products, path
 
     def _is_product(self, node: Node) -> bool:
@@ -185,7 +199,11 @@ class _Rewriting:
         return sizes is not None and sizes.tolist() == [columns / 2] * 2
 
     def replace_norms(self) -> int:
-        """Replace norms, with the sums before them."""
+        """Replace norms, with the sums before them.
+
+        onnxruntime must know the shapes that a Scan computes with, and infers none behind operators of kernels. So with
+        a Scan in the model, only those norms are replaced whose shape a product hides already.
+        """
         readers = Readers(self.graph)
         new_nodes: dict[int, Node | None] = {}
         for norm in self.graph.nodes:
@@ -195,7 +213,10 @@ class _Rewriting:
             value, weight, bias = [*norm.inputs, ""][:3]
             adder = self.graph.producers.get(value)
             inputs, outputs, replaced = [value, "", weight, bias], norm.outputs[:1], norm
-            if adder is not None and id(adder) not in new_nodes and self._is_residual_sum(adder):
+            is_sum = adder is not None and self._is_residual_sum(adder)
+            if not is_sum and self._product_of(value) is None and self.has_scans:
+                continue
+            if adder is not None and is_sum and id(adder) not in new_nodes:
                 inputs, replaced = [*adder.inputs, weight, bias], adder
                 if readers.only_reader(value) is None:
                     outputs = [*outputs, value]

@@ -92,7 +92,8 @@ def _rewritten(
     if not domains <= set(KNOWN_DOMAINS):
         return Rewritten(model)
     with WeightFiles(folder) as files:
-        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), attention_path)
+        has_scans = any(node.op_type == "Scan" for graph in parsed.graph.all_graphs() for node in graph.nodes)
+        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), has_scans, attention_path)
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
@@ -123,12 +124,13 @@ def _without_loops(graph: Graph) -> Iterator[Graph]:
 
 @dataclass(frozen=True)
 class _Replacement:
-    """inputs: names of the inputs of the model."""
+    """inputs: names of the inputs of the model. has_scans: whether it has a Scan."""
 
     files: WeightFiles
     pack: Packer
     pack_float: FloatPacker | None
     inputs: set[str]
+    has_scans: bool
     attention_path: int | None = None
 
     def replace_attentions(self, graph: Graph) -> int:
@@ -148,7 +150,8 @@ class _Replacement:
         if self.attention_path is None:
             return 0
         products = OPERATOR, FLOAT_OPERATOR
-        return replace_elementwise(graph, self.files, self.inputs, DOMAIN, products, self.attention_path)
+        path = self.attention_path
+        return replace_elementwise(graph, self.files, self.inputs, self.has_scans, DOMAIN, products, path)
 
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""

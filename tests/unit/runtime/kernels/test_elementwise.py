@@ -386,6 +386,29 @@ def test_norm_whose_weight_is_computed_stays():
     assert "LayerNormalization" in rewritten(proto.SerializeToString())
 
 
+def test_norm_before_a_scan_stays():
+    """onnxruntime infers the shapes of the body's results from that of the norm."""
+    body = helper.make_graph(
+        [helper.make_node("Add", ["state", "row"], ["next"]), helper.make_node("Identity", ["next"], ["seen"])],
+        "body",
+        *([helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+          for names in (("state", "row"), ("next", "seen"))),
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "n"], ["y"], axis=-1),
+        helper.make_node("Scan", ["first", "y"], ["last", "rows"], body=body, num_scan_inputs=1),
+        helper.make_node("MatMul", ["rows", "w"], ["p"]),
+        helper.make_node("Add", ["p", "rows"], ["sum"]),
+        helper.make_node("LayerNormalization", ["sum", "n"], ["z"], axis=-1),
+    ]
+    weights = {"w": weights_of(INNER)["w"], "n": np.ones(INNER, np.float32)}
+    model = encoded(nodes, {"x": ["rows", INNER], "first": [INNER]}, {"z": None}, weights)
+    assert rewritten(model) == ["LayerNormalization", "Scan", FLOAT_OPERATOR, NATIVE_NORM]
+    feeds = {"x": rows_of(5, 0), "first": np.zeros(INNER, np.float32)}
+    plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+    np.testing.assert_allclose(run(model, "scalar", **feeds)[0], plain, rtol=1e-4, atol=1e-4)
+
+
 def test_sum_that_is_no_residual_stays():
     """A sum of values that no product computes, such as embeddings and positions, may have any shapes."""
     proto = onnx.ModelProto.FromString(norm_model("LayerNormalization", 40, ["rows", "length", 40], True, True))
