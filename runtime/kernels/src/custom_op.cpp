@@ -2,11 +2,12 @@
 // registration of all operators.
 //
 // RowQuantizedMatMul (x) → (y) has integer weights. Attributes: `handle` of the matrix, the activation of the result
-// (`activation`, `alpha`), and how rows are scaled
-// (`RowScaling` and `Tile` say what each means): magnitude, zero, reciprocal, column_first (integers), floor, step,
-// fixed_scale (floats).
+// (`activation`, `alpha`), and how rows are scaled (`RowScaling` and `Tile` say what each means): magnitude, zero, reciprocal,
+// column_first (integers), floor, step, fixed_scale (floats).
 //
 // PackedMatMul (x) → (y) has float32 weights. Attributes: handle, activation, alpha.
+//
+// Both have the attribute `columns`, which the runtime reads when it rewrites a model.
 #include <atomic>
 #include <cstring>
 #include <memory>

@@ -38,9 +38,9 @@ size_t rows_of(const Input& input) {
   return rows;
 }
 
-void require_axes(const ort::Api* api, const Input& input) {
-  if (input.data == nullptr || input.rank < 1 || input.rank > MAX_RANK)
-    fail(api, "tformer-kernels: a norm or a gate needs an input of 1 to 8 axes");
+void require_axes(const ort::Api* api, const Input& input, size_t least = 1) {
+  if (input.data == nullptr || input.rank < least || input.rank > MAX_RANK)
+    fail(api, "tformer-kernels: a norm or a gate needs an input of 1 to 32 axes");
 }
 
 bool is_same_shape(const Input& a, const Input& b) { return a.rank == b.rank && std::equal(a.sizes, a.sizes + a.rank, b.sizes); }
@@ -57,24 +57,28 @@ Input sum_shape(const ort::Api* api, const Input& a, const Input& b) {
   return sum;
 }
 
-// Adds arrays of different shapes, number by number.
+// Where a row of a sum begins in one of its arrays.
+size_t place_of_row(const Input& input, const Input& shape, size_t row) {
+  size_t place = 0, stride = input.rank > 0 ? input.size(input.rank - 1) : 1;
+  for (size_t axis = 2; axis <= input.rank; axis++) {
+    const size_t own = input.size(input.rank - axis), size = shape.size(shape.rank - axis);
+    place += (own == 1 ? 0 : row % size) * stride;
+    row /= size, stride *= own;
+  }
+  return place;
+}
+
+// Adds arrays of different shapes row by row.
 void add_repeated(const Input& a, const Input& b, const Input& shape, float* out) {
-  size_t count = 1;
-  for (size_t axis = 0; axis < shape.rank; axis++) count *= shape.size(axis);
-  for (size_t i = 0; i < count; i++) {
-    size_t left = i, places[2] = {0, 0}, strides[2] = {1, 1};
-    for (size_t axis = 1; axis <= shape.rank; axis++) {
-      const size_t size = shape.size(shape.rank - axis), index = left % size;
-      left /= size;
-      for (size_t n = 0; n < 2; n++) {
-        const Input& input = n == 0 ? a : b;
-        if (axis > input.rank) continue;
-        const size_t own = input.size(input.rank - axis);
-        places[n] += (own == 1 ? 0 : index) * strides[n];
-        strides[n] *= own;
-      }
-    }
-    out[i] = a.floats()[places[0]] + b.floats()[places[1]];
+  const size_t size = shape.size(shape.rank - 1), rows = rows_of(shape);
+  auto is_row = [&](const Input& input) { return input.rank > 0 && input.size(input.rank - 1) == size; };
+  const size_t step_a = is_row(a), step_b = is_row(b);  // 0: one number for a row
+  for (size_t r = 0; r < rows; r++, out += size) {
+    const float *x = a.floats() + place_of_row(a, shape, r), *y = b.floats() + place_of_row(b, shape, r);
+    if (step_a == 1 && step_b == 1)  // in vectors
+      for (size_t i = 0; i < size; i++) out[i] = x[i] + y[i];
+    else
+      for (size_t i = 0; i < size; i++) out[i] = x[i * step_a] + y[i * step_b];
   }
 }
 
@@ -82,10 +86,12 @@ void run_norm(const NormKernel& kernel, ort::KernelContext* context) {
   const ort::Api* api = kernel.api;
   const Input x = read_input(api, context, X), residual = read_input(api, context, RESIDUAL);
   const Input weight = read_input(api, context, WEIGHT), bias = read_input(api, context, BIAS);
-  require_axes(api, x);
-  if (residual.data != nullptr) require_axes(api, residual);
+  for (const Input* input : {&x, &residual})
+    if (input == &x || input->data != nullptr) require_axes(api, *input, 0);
   const bool differ = residual.data != nullptr && !is_same_shape(x, residual);
-  const Input shape = differ ? sum_shape(api, x, residual) : x;
+  Input shape = differ ? sum_shape(api, x, residual) : x;
+  shape.data = x.data;
+  require_axes(api, shape);
   NormTile tile{};
   tile.size = shape.size(shape.rank - 1);
   for (const Input* input : {&weight, &bias})

@@ -11,7 +11,7 @@
 namespace tformer {
 namespace {
 
-constexpr size_t MAX_RANK = 8;
+constexpr size_t MAX_RANK = 32;  // as many as arrays of NumPy had before its second version
 
 struct Failure {
   ort::Status* status;

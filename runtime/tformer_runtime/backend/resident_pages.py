@@ -22,10 +22,10 @@ DROP_SECONDS = 0.05  # between two times that pages are dropped: a core packs ab
 MIN_MAPPED_BYTES = 1 << 17  # smaller arrays are left to malloc
 _HUGE_PAGES_BYTES = 1 << 22  # from here on numpy asks for huge pages as well
 
-# Of madvise(2). DONTNEED forgets a mapping's pages, which are read again from the page cache: without loss of data if
-# nobody can have written to them. PAGEOUT, since Linux 5.4, drops or swaps out pages without loss of data.
-_MADV_DONTNEED, _MADV_PAGEOUT = 4, 21
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+\s+(.*)")
+# Of madvise(2), since Linux 5.4: drops or swaps out pages without loss of data. DONTNEED would lose them: between the
+# reading of the table of mappings and the call, another thread may unmap a file and get memory at the same addresses.
+_MADV_PAGEOUT = 21
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S{4} \S+ \S+ \S+\s+(.*)")
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -87,9 +87,9 @@ def drop_file_pages(path: Path) -> None:
     resolved = path.resolve()
     names = {os.fspath(resolved), f"{resolved}.data"}
     for mapping in map(_MAPPING.fullmatch, lines):
-        if mapping and (mapping[4] in names or is_scratch_file(mapping[4])):
+        if mapping and (mapping[3] in names or is_scratch_file(mapping[3])):
             start, end = int(mapping[1], 16), int(mapping[2], 16)
-            advise(start, end - start, _MADV_PAGEOUT if "w" in mapping[3] else _MADV_DONTNEED)
+            advise(start, end - start, _MADV_PAGEOUT)
 
 
 def trim_heap() -> None:

@@ -412,18 +412,25 @@ def _encode_graph(graph: Graph) -> bytes:
 
 
 def _attribute(content: bytes) -> tuple[str, Attribute | None]:
-    name, number = "", None
+    """Return the name of an attribute, and its number or list of integers; None for other types.
+
+    A number that is 0 may be absent: writers of protobuf's third version leave it out. The type says what is meant.
+    """
+    name, kind = "", 0
+    numbers: dict[int, int | float] = {ATTRIBUTE_TYPE_INT: 0, ATTRIBUTE_TYPE_FLOAT: 0.0}
     integers: list[int] = []
     for value in iter_fields(content):
         if value.number == ATTRIBUTE_NAME:
             name = value.content.decode()
+        elif value.number == ATTRIBUTE_TYPE:
+            kind = value.varint
         elif value.number == ATTRIBUTE_I:
-            number = value.signed
+            numbers[ATTRIBUTE_TYPE_INT] = value.signed
         elif value.number == ATTRIBUTE_F and len(value.content) == 4:
-            number = struct.unpack("<f", value.content)[0]
+            numbers[ATTRIBUTE_TYPE_FLOAT] = struct.unpack("<f", value.content)[0]
         elif value.number == ATTRIBUTE_INTS:
             integers += [n - (1 << 64) if n >> 63 else n for n in value.varints()]
-    return name, integers or number
+    return name, numbers.get(kind, integers or None)
 
 
 def _text(content: bytes, number: int) -> str:

@@ -390,11 +390,13 @@ class Inputs:
             given = ", ".join(map(str, values)) or "nothing"
             raise InputError(f"the model reads {', '.join(expected)}, not {quotable(given)}")
 
-    def _check_ids(self, name: str, ids: Ints) -> None:
+    def _check_ids(self, name: str, ids: Array) -> None:
+        """Raise InputError for ids that are not in the vocabulary. ids: int32 or int64, flat."""
         size = self._vocabulary_size(name)
         end = 2**63 if size is None else size
-        if ids.size and ids.view(np.uint64).max() >= end:  # as unsigned numbers, negative ids are beyond any end
-            unknown = np.flatnonzero(ids.view(np.uint64) >= np.uint64(end))
+        unsigned = ids.astype(np.int64, copy=False).view(np.uint64)  # so that negative ids are beyond any end
+        if ids.size and unsigned.max() >= end:
+            unknown = np.flatnonzero(unsigned >= np.uint64(end))
             ends = "" if size is None else f", which ends at {size - 1}"
             index = int(unknown[0])
             raise InputError(

@@ -17,6 +17,7 @@ import numpy as np
 
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, tensor_array
 from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.float_product import find_constant
 from tformer_runtime.rewriting.quantized_product import CONTRIB, Readers
 from tformer_runtime.rewriting.stored_weights import is_operator
 
@@ -25,6 +26,7 @@ ROOT_MEAN_SQUARE_NORMS = ("RMSNormalization", "SimplifiedLayerNormalization")
 NORMS = ("LayerNormalization", *ROOT_MEAN_SQUARE_NORMS)
 DEFAULT_EPSILON = 1e-5  # of the standard operators
 DEFAULT_ALPHA = 1.702  # of QuickGelu
+COLUMNS = "columns"  # attribute of products, for this module: the numbers of a row of the result
 
 
 class ActivationKind(IntEnum):
@@ -58,19 +60,39 @@ class Activated:
     nodes: tuple[Node, ...]
 
 
-def replace_elementwise(graph: Graph, files: WeightFiles, domain: str, products: tuple[str, ...], path: int) -> int:
+def replace_elementwise(
+    graph: Graph,
+    files: WeightFiles,
+    inputs: set[str],
+    has_scans: bool,
+    domain: str,
+    products: tuple[str, ...],
+    path: int,
+) -> int:
     """Replace activations, gates and norms of one graph, without its branches. Return how many.
 
+    inputs: names of the inputs of the model, whose values a caller gives.
+    has_scans: whether the model has a Scan in any of its graphs.
     domain: of the kernels' operators. products: the names of those that have an attribute for an activation.
     path: the place of the kernels' path in the library.
     """
-    rewriting = _Rewriting(graph, files, domain, products, path)
+    rewriting = _Rewriting(graph, files, inputs, has_scans, domain, products, path)
     return rewriting.fold_activations() + rewriting.replace_gates() + rewriting.replace_norms()
 
 
 class _Rewriting:
-    def __init__(self, graph: Graph, files: WeightFiles, domain: str, products: tuple[str, ...], path: int) -> None:
-        self.graph, self.files, self.domain, self.products, self.path = graph, files, domain, products, path
+    def __init__(
+        self,
+        graph: Graph,
+        files: WeightFiles,
+        inputs: set[str],
+        has_scans: bool,
+        domain: str,
+        products: tuple[str, ...],
+        path: int,
+    ) -> None:
+        self.graph, self.files, self.inputs, self.has_scans = graph, files, inputs, has_scans
+        self.domain, self.products, self.path = domain, products, path
 
     def _is_product(self, node: Node) -> bool:
         return node.domain == self.domain and node.op_type in self.products
@@ -92,9 +114,11 @@ class _Rewriting:
             return None
         if is_operator(node, "Relu", 1):
             activation = Activation(ActivationKind.RELU)
-        elif is_operator(node, "Gelu", 1):
+        elif is_operator(node, "Gelu", 1) and not node.attribute_names():
+            activation = Activation(ActivationKind.GELU)
+        elif is_operator(node, "Gelu", 1) and node.attribute_names() == ["approximate"]:
             kinds = {"none": ActivationKind.GELU, "tanh": ActivationKind.GELU_TANH}
-            kind = kinds.get(node.text_attribute("approximate") or "none")
+            kind = kinds.get(node.text_attribute("approximate"))
             activation = None if kind is None else Activation(kind)
         elif node.op_type == "QuickGelu" and node.domain == CONTRIB and len(node.inputs) == len(node.outputs) == 1:
             alpha = node.attributes().get("alpha", DEFAULT_ALPHA)
@@ -120,8 +144,8 @@ class _Rewriting:
 
     def _number(self, name: str) -> float | None:
         """Return a constant of one number."""
-        tensor = self.graph.find_tensor(name)
-        if tensor is None or tensor.dtype != np.float32 or tensor.shape not in ((), (1,)):
+        tensor = find_constant(self.graph, name, np.float32, self.inputs)
+        if tensor is None or tensor.shape not in ((), (1,)):
             return None
         array = tensor_array(tensor, self.files.read)
         return None if array is None else float(array.item())
@@ -144,7 +168,7 @@ class _Rewriting:
         readers = Readers(self.graph)
         new_nodes: dict[int, Node | None] = {}
         for split in self.graph.nodes:
-            if not self._splits_in_halves(split) or not self._is_from_product(split.inputs[0]):
+            if not self._splits_in_halves(split):
                 continue
             for place, half in enumerate(split.outputs):
                 found = self._activated(half, readers)
@@ -160,21 +184,26 @@ class _Rewriting:
         return self._replace(new_nodes)
 
     def _splits_in_halves(self, node: Node) -> bool:
+        """Return whether a node splits the result of a product in halves."""
         if node.op_type != "Split" or node.domain or len(node.outputs) != 2 or not all(node.outputs):
             return False
-        attributes = node.attributes()
-        if attributes.get("axis") != -1 or not set(node.attribute_names()) <= {"axis", "num_outputs"}:
+        attributes, product = node.attributes(), self._product_of(node.inputs[0])
+        if attributes.get("axis") != -1 or not _has_only(node, {"axis", "num_outputs"}) or product is None:
             return False
+        columns = product.attributes()[COLUMNS]
+        assert isinstance(columns, int)
         if len(node.inputs) == 1 or not node.inputs[1]:
-            return attributes.get("num_outputs") == 2
-        tensor = self.graph.find_tensor(node.inputs[1])
-        if tensor is None or tensor.shape != (2,) or tensor.dtype != np.int64:
-            return False
-        sizes = tensor_array(tensor, self.files.read)
-        return sizes is not None and bool(sizes[0] == sizes[1])
+            return attributes.get("num_outputs") == 2 and columns % 2 == 0
+        tensor = find_constant(self.graph, node.inputs[1], np.int64, self.inputs)
+        sizes = tensor_array(tensor, self.files.read) if tensor is not None and tensor.shape == (2,) else None
+        return sizes is not None and sizes.tolist() == [columns / 2] * 2
 
     def replace_norms(self) -> int:
-        """Replace norms, with the sums before them."""
+        """Replace norms, with the sums before them.
+
+        onnxruntime must know the shapes that a Scan computes with, and infers none behind operators of kernels. So with
+        a Scan in the model, only those norms are replaced whose shape a product hides already.
+        """
         readers = Readers(self.graph)
         new_nodes: dict[int, Node | None] = {}
         for norm in self.graph.nodes:
@@ -184,7 +213,10 @@ class _Rewriting:
             value, weight, bias = [*norm.inputs, ""][:3]
             adder = self.graph.producers.get(value)
             inputs, outputs, replaced = [value, "", weight, bias], norm.outputs[:1], norm
-            if adder is not None and id(adder) not in new_nodes and self._is_residual_sum(adder):
+            is_sum = adder is not None and self._is_residual_sum(adder)
+            if not is_sum and self._product_of(value) is None and self.has_scans:
+                continue
+            if adder is not None and is_sum and id(adder) not in new_nodes:
                 inputs, replaced = [*adder.inputs, weight, bias], adder
                 if readers.only_reader(value) is None:
                     outputs = [*outputs, value]
@@ -196,12 +228,12 @@ class _Rewriting:
         """Return whether a node adds a product's result and another value, which have the same shape as a rule."""
         if not is_operator(node, "Add", 2):
             return False
-        return any(map(self._is_from_product, node.inputs))
+        return any(self._product_of(name) is not None for name in node.inputs)
 
-    def _is_from_product(self, name: str) -> bool:
-        """Return whether a value is the result of a product, and so of float32."""
+    def _product_of(self, name: str) -> Node | None:
+        """Return the product whose result a value is, which is of float32 then; None for other values."""
         producer = self.graph.producers.get(name)
-        return producer is not None and self._is_product(producer)
+        return producer if producer is not None and self._is_product(producer) else None
 
     def _norm_attributes(self, node: Node) -> dict[str, int | float] | None:
         """Return the attributes of the native operator of a norm; None for other nodes."""
@@ -211,13 +243,22 @@ class _Rewriting:
             return None
         given = node.attributes()
         epsilon, known = given.get("epsilon", DEFAULT_EPSILON), {"axis", "epsilon", "stash_type"}
-        if given.get("axis", -1) != -1 or given.get("stash_type", 1) != 1 or not set(node.attribute_names()) <= known:
+        if given.get("axis", -1) != -1 or given.get("stash_type", 1) != 1 or not _has_only(node, known):
             return None
         if not isinstance(epsilon, float) or not all(self._is_row(name) for name in node.inputs[1:] if name):
             return None
         return {"path": self.path, "epsilon": epsilon, "root_mean_square": int(is_root_mean_square)}
 
     def _is_row(self, name: str) -> bool:
-        """Return whether a value is a weight of one axis, which a norm needs before it is computed."""
-        tensor = self.graph.find_tensor(name)
-        return tensor is not None and tensor.dtype == np.float32 and len(tensor.shape) == 1
+        """Return whether a value is a weight of one axis, which a norm needs before it is computed.
+
+        One number stands for a whole row with onnxruntime, and not with the kernels.
+        """
+        tensor = find_constant(self.graph, name, np.float32, self.inputs)
+        return tensor is not None and len(tensor.shape) == 1 and tensor.shape[0] > 1
+
+
+def _has_only(node: Node, known: set[str]) -> bool:
+    """Return whether a node has no attributes but these, and each once."""
+    names = node.attribute_names()
+    return set(names) <= known and len(set(names)) == len(names)

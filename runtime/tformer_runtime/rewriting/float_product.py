@@ -39,6 +39,11 @@ class FloatProduct:
     bias: F32 | None
     last: Node
 
+    @property
+    def columns(self) -> int:
+        """Return N."""
+        return self.tensor.shape[0 if self.is_transposed else 1]
+
 
 def find_float_product(
     graph: Graph, node: Node, readers: Readers, inputs: set[str], files: WeightFiles
@@ -83,29 +88,29 @@ def _transposes(node: Node) -> bool | None:
 
 def _matrix(graph: Graph, name: str, inputs: set[str]) -> tuple[Tensor, bool] | None:
     """Return a float32 matrix of the file, and whether its transpose is meant; None for other values."""
-    tensor, is_transposed = _constant(graph, name, inputs), False
+    tensor, is_transposed = find_constant(graph, name, np.float32, inputs), False
     found = graph.find_producer(name)
     if tensor is None and found is not None:
         transpose, home = found
         if not is_operator(transpose, "Transpose", 1) or transpose.attributes() not in ({"perm": [1, 0]}, {}):
             return None
-        tensor, is_transposed = _constant(home, transpose.inputs[0], inputs), True
+        tensor, is_transposed = find_constant(home, transpose.inputs[0], np.float32, inputs), True
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[0] * tensor.shape[1] < MIN_NUMBERS:
         return None
     return tensor, is_transposed
 
 
 def _bias(graph: Graph, name: str, columns: int, inputs: set[str], files: WeightFiles) -> F32 | None:
-    tensor = _constant(graph, name, inputs)
+    tensor = find_constant(graph, name, np.float32, inputs)
     if tensor is None or tensor.shape != (columns,) or not files.is_whole(tensor):
         return None
     array = tensor_array(tensor, files.read)
     return None if array is None else np.ascontiguousarray(array)
 
 
-def _constant(graph: Graph, name: str, inputs: set[str]) -> Tensor | None:
-    """Return a float32 weight that no caller replaces."""
+def find_constant(graph: Graph, name: str, dtype: type[np.generic], inputs: set[str]) -> Tensor | None:
+    """Return a weight of a type that no caller replaces. inputs: as of `find_float_product`."""
     tensor = graph.find_tensor(name)
-    if tensor is None or tensor.dtype != np.float32 or name in inputs or graph.find_producer(name) is not None:
+    if tensor is None or tensor.dtype != dtype or name in inputs or graph.find_producer(name) is not None:
         return None
     return tensor

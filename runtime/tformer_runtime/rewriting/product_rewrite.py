@@ -21,7 +21,7 @@ from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
-from tformer_runtime.rewriting.elementwise_rewrite import Activation, replace_elementwise
+from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, replace_elementwise
 from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
 from tformer_runtime.rewriting.stored_weights import is_operator
@@ -92,7 +92,8 @@ def _rewritten(
     if not domains <= set(KNOWN_DOMAINS):
         return Rewritten(model)
     with WeightFiles(folder) as files:
-        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), attention_path)
+        has_scans = any(node.op_type == "Scan" for graph in parsed.graph.all_graphs() for node in graph.nodes)
+        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), has_scans, attention_path)
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
@@ -123,12 +124,13 @@ def _without_loops(graph: Graph) -> Iterator[Graph]:
 
 @dataclass(frozen=True)
 class _Replacement:
-    """inputs: names of the inputs of the model."""
+    """inputs: names of the inputs of the model. has_scans: whether it has a Scan."""
 
     files: WeightFiles
     pack: Packer
     pack_float: FloatPacker | None
     inputs: set[str]
+    has_scans: bool
     attention_path: int | None = None
 
     def replace_attentions(self, graph: Graph) -> int:
@@ -147,7 +149,9 @@ class _Replacement:
         """Replace the activations, gates and norms of one graph, without its branches, and return their number."""
         if self.attention_path is None:
             return 0
-        return replace_elementwise(graph, self.files, DOMAIN, (OPERATOR, FLOAT_OPERATOR), self.attention_path)
+        products = OPERATOR, FLOAT_OPERATOR
+        path = self.attention_path
+        return replace_elementwise(graph, self.files, self.inputs, self.has_scans, DOMAIN, products, path)
 
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""
@@ -174,14 +178,8 @@ class _Replacement:
             floats = find_float_product(graph, node, readers, self.inputs, self.files)
             handle = self.pack_float(floats, self.files) if floats is not None else None
             if floats is not None and handle is not None:
-                new = new_node(
-                    FLOAT_OPERATOR,
-                    DOMAIN,
-                    [floats.source],
-                    [floats.result],
-                    {"handle": handle, **Activation().attributes()},
-                )
-                return floats.last, new
+                attributes = {"handle": handle, COLUMNS: floats.columns, **Activation().attributes()}
+                return floats.last, new_node(FLOAT_OPERATOR, DOMAIN, [floats.source], [floats.result], attributes)
         return None
 
 
@@ -196,6 +194,7 @@ def _operator(product: QuantizedProduct, handle: int) -> Node:
         "floor": float(scaling.floor),
         "step": float(scaling.step),
         "fixed_scale": float(scaling.fixed_scale),
+        COLUMNS: product.weights.columns,
         **Activation().attributes(),
     }
     return new_node(OPERATOR, DOMAIN, [product.source], [product.result], attributes)

@@ -3,7 +3,7 @@
 // FOLDER: for the page: a new or an empty one, or that of an earlier build, whose files are replaced and no others. MODEL:
 // files that are copied to models/.
 import { createHash } from "node:crypto";
-import { existsSync, readFileSync, readdirSync } from "node:fs";
+import { existsSync, lstatSync, readFileSync, readdirSync, statSync } from "node:fs";
 import { copyFile, mkdir, readFile, rm, writeFile } from "node:fs/promises";
 import { basename, join, relative, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -21,8 +21,12 @@ const [folder, ...models] = process.argv.slice(2);
 if (folder === undefined) refuse("usage: node demo/build.mjs FOLDER MODEL…", 2);
 const DIST = resolve(folder);
 const copies = new Map(models.map((path) => [`models/${basename(path)}`, path])); // name in the folder → file
+const twice = models.find((path) => copies.get(`models/${basename(path)}`) !== path);
+if (twice) refuse(`${twice} and ${copies.get(`models/${basename(twice)}`)} have the same name`);
+if (existsSync(DIST) && !statSync(DIST).isDirectory()) refuse(`${DIST} is no folder`);
 for (const [name, path] of copies) {
   if (!existsSync(path)) refuse(`${path} does not exist`);
+  if (!statSync(path).isFile()) refuse(`${path} is no file`);
   if (!BUILT.test(name)) refuse(`${path} has a name with other characters than letters, digits, "_", "-" and "."`);
 }
 
@@ -32,11 +36,15 @@ const head =
   `VERSION = "${digest(pages)}";\n`;
 const names = [...pages.keys(), ...copies.keys(), WORKER];
 const earlier = earlierFiles();
-const taken = names.find((name) => !earlier.has(name) && existsSync(join(DIST, name)));
+/** What is at a name of the folder; a link is not followed. */
+const at = (name) => lstatSync(join(DIST, name), { throwIfNoEntry: false });
+const taken = names.find((name) => !earlier.has(name) && at(name));
 if (taken) refuse(`${join(DIST, taken)} is of something else: remove it, or choose another folder`);
 
 await mkdir(join(DIST, "models"), { recursive: true });
 for (const name of earlier) if (!names.includes(name)) await rm(join(DIST, name), { force: true });
+// Somebody may have put a link in the place of a file: what it leads to stays.
+for (const name of names) if (at(name)?.isSymbolicLink()) await rm(join(DIST, name));
 // The list is written before the files, so that a later build knows the files of one that does not end.
 await writeFile(join(DIST, WORKER), head + (await readFile(join(SOURCE, WORKER), "utf8")));
 for (const [name, content] of pages) await writeFile(join(DIST, name), content);

@@ -1,7 +1,16 @@
 /** The page of `make web-demo` in Chromium: each form, offline the second time, under the policy of its server. */
 
 import { execFileSync, spawn, spawnSync, type ChildProcess } from "node:child_process";
-import { copyFileSync, mkdirSync, mkdtempSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
+import {
+  copyFileSync,
+  mkdirSync,
+  mkdtempSync,
+  readFileSync,
+  readdirSync,
+  rmSync,
+  symlinkSync,
+  writeFileSync,
+} from "node:fs";
 import { tmpdir } from "node:os";
 import { join, resolve } from "node:path";
 import { gzipSync } from "node:zlib";
@@ -67,6 +76,14 @@ test("a build replaces the files of an earlier one, and no others", () => {
     expect(readFileSync(join(folder, "one.onnx"), "utf8")).toBe("newer"); // the list names no file outside of the folder
     expect(readFileSync(join(dist, "service-worker.js"), "utf8")).toMatch(/^const FILES = .*"main.js".*;$/m);
 
+    // A link in the place of a file is replaced, and what it leads to stays.
+    write("large.onnx", "large");
+    rmSync(join(dist, "models/one.onnx"));
+    symlinkSync(join(folder, "large.onnx"), join(dist, "models/one.onnx"));
+    expect(run(join(folder, "one.onnx")).status).toBe(0);
+    expect(readFileSync(join(folder, "large.onnx"), "utf8")).toBe("large");
+    expect(readFileSync(join(dist, "models/one.onnx"), "utf8")).toBe("newer");
+
     // A file of somebody else is not replaced.
     write("mine.onnx", "another");
     const refused = run(join(folder, "mine.onnx"));
@@ -74,6 +91,10 @@ test("a build replaces the files of an earlier one, and no others", () => {
     expect(refused.stderr).toMatch(/mine\.onnx is of something else: remove it, or choose another folder/);
     expect(files()).toEqual(expected);
     expect(run(join(folder, "none.onnx")).stderr).toMatch(/none\.onnx does not exist/);
+    expect(run(folder).stderr).toMatch(/^\S+ is no file$/m);
+    expect(run(join(folder, "one.onnx"), join(dist, "models/one.onnx")).stderr).toMatch(/have the same name$/m);
+    expect(spawnSync(process.execPath, [join(DEMO, "build.mjs"), join(folder, "one.onnx")]).status).toBe(1);
+    expect(readFileSync(join(folder, "one.onnx"), "utf8")).toBe("newer");
 
     // Builds did not always list the models.
     for (const name of readdirSync(dist)) rmSync(join(dist, name), { recursive: true });

@@ -61,6 +61,19 @@ def test_dropping_pages_of_an_unmapped_file_changes_no_mapping(tmp_path):
         assert resident(path) == before > 0
 
 
+def test_memory_at_the_former_addresses_of_a_file_stays(tmp_path, monkeypatch):
+    """Another thread may unmap the file and get memory there after the table of mappings was read."""
+    size = 1 << 16
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = b"x" * size
+    start = np.frombuffer(memory, np.uint8).ctypes.data
+    path = tmp_path.resolve() / "weights"
+    former = f"{start:x}-{start + size:x} r--p 00000000 00:00 1    {path}\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: former)
+    resident_pages.drop_file_pages(path)
+    assert memory[:] == b"x" * size
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_trimming_the_heap_returns_freed_memory():
     library = ctypes.CDLL(None)

@@ -258,7 +258,8 @@ def test_row_does_not_depend_on_neighbours_or_threads(path):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 6, 40), (3, 1, 40), (6, 40), (40,), (3, 6, 1), (1,), (1, 3, 6, 40), (2, 1, 1, 40)]
+    "shape",
+    [(1, 6, 40), (3, 1, 40), (6, 40), (40,), (3, 6, 1), (1,), (), (1, 3, 6, 40), (2, 1, 1, 40), (1,) * 6 + (3, 6, 40)],
 )
 def test_residual_of_another_shape_is_repeated(shape):
     """As NumPy does; the norm is that of the sum."""
@@ -317,6 +318,22 @@ def also_read(model: bytes, name: str) -> bytes:
     return proto.SerializeToString()
 
 
+def as_input(model: bytes, name: str) -> bytes:
+    """Return a model in which a caller may replace a weight."""
+    proto = onnx.ModelProto.FromString(model)
+    proto.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    return proto.SerializeToString()
+
+
+def without_number(model: bytes, name: str) -> bytes:
+    """Return a model with an attribute of 0 as writers of protobuf's third version write it: without the number."""
+    proto = onnx.ModelProto.FromString(model)
+    (attribute,) = (a for node in proto.graph.node for a in node.attribute if a.name == name)
+    attribute.ClearField("f")
+    attribute.ClearField("i")
+    return proto.SerializeToString()
+
+
 def with_weight(model: bytes, name: str, array: np.ndarray) -> bytes:
     proto = onnx.ModelProto.FromString(model)
     (tensor,) = (tensor for tensor in proto.graph.initializer if tensor.name == name)
@@ -328,6 +345,8 @@ NORM = norm_model("LayerNormalization", 40, None, True, False)
 GATE = gate_model("Gelu", 20, 0)
 UNKNOWN = {
     "an activation of another kind": (changed(activation_model("Gelu", 40), "Gelu", approximate="sine"), "Gelu"),
+    "an activation of no kind": (changed(activation_model("Gelu", 40), "Gelu", approximate=""), "Gelu"),
+    "a factor of a caller": (as_input(activation_model("Mul, Sigmoid, Mul", 40), "alpha"), "Sigmoid"),
     "a product that is a result": (also_read(activation_model("Relu", 40), "a"), "Relu"),
     "a product with two readers": (also_read(activation_model("Sigmoid, Mul", 40), "a"), "Sigmoid"),
     "a sigmoid that is a result": (also_read(activation_model("Sigmoid, Mul", 40), "s"), "Sigmoid"),
@@ -336,12 +355,19 @@ UNKNOWN = {
     ),
     "unequal halves": (with_weight(GATE, "sizes", np.array([15, 25])), "Split"),
     "a split of another axis": (changed(GATE, "Split", axis=1), "Split"),
+    "halves of fewer numbers": (with_weight(GATE, "sizes", np.array([15, 15])), "Split"),
     "three parts": (changed(gate_model("Gelu", 20, 0, "number"), "Split", num_outputs=3), "Split"),
     "a half that is a result": (also_read(GATE, "other"), "Split"),
     "an activated half that is a result": (also_read(GATE, "b"), "Split"),
     "a norm of another axis": (changed(NORM, "LayerNormalization", axis=1), "LayerNormalization"),
     "a norm in another precision": (changed(NORM, "LayerNormalization", stash_type=10), "LayerNormalization"),
     "a norm with an unknown attribute": (changed(NORM, "LayerNormalization", other=1), "LayerNormalization"),
+    "a weight of one number": (with_weight(NORM, "g", np.ones(1, np.float32)), "LayerNormalization"),
+    "a bias of one number": (with_weight(NORM, "n", np.ones(1, np.float32)), "LayerNormalization"),
+    "a weight of a caller": (as_input(NORM, "g"), "LayerNormalization"),
+    "a norm of the axis 0": (
+        without_number(changed(NORM, "LayerNormalization", axis=0), "axis"), "LayerNormalization",
+    ),
     "a weight of two axes": (with_weight(NORM, "g", np.ones((1, 40), np.float32)), "LayerNormalization"),
     "a bias of another type": (with_weight(NORM, "n", np.ones(40)), "LayerNormalization"),
 }  # fmt: skip
@@ -358,6 +384,29 @@ def test_norm_whose_weight_is_computed_stays():
     proto.graph.node[1].input[1] = "scaled"
     proto.graph.node.insert(1, helper.make_node("Neg", ["g"], ["scaled"]))
     assert "LayerNormalization" in rewritten(proto.SerializeToString())
+
+
+def test_norm_before_a_scan_stays():
+    """onnxruntime infers the shapes of the body's results from that of the norm."""
+    body = helper.make_graph(
+        [helper.make_node("Add", ["state", "row"], ["next"]), helper.make_node("Identity", ["next"], ["seen"])],
+        "body",
+        *([helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+          for names in (("state", "row"), ("next", "seen"))),
+    )  # fmt: skip
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "n"], ["y"], axis=-1),
+        helper.make_node("Scan", ["first", "y"], ["last", "rows"], body=body, num_scan_inputs=1),
+        helper.make_node("MatMul", ["rows", "w"], ["p"]),
+        helper.make_node("Add", ["p", "rows"], ["sum"]),
+        helper.make_node("LayerNormalization", ["sum", "n"], ["z"], axis=-1),
+    ]
+    weights = {"w": weights_of(INNER)["w"], "n": np.ones(INNER, np.float32)}
+    model = encoded(nodes, {"x": ["rows", INNER], "first": [INNER]}, {"z": None}, weights)
+    assert rewritten(model) == ["LayerNormalization", "Scan", FLOAT_OPERATOR, NATIVE_NORM]
+    feeds = {"x": rows_of(5, 0), "first": np.zeros(INNER, np.float32)}
+    plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+    np.testing.assert_allclose(run(model, "scalar", **feeds)[0], plain, rtol=1e-4, atol=1e-4)
 
 
 def test_sum_that_is_no_residual_stays():
@@ -377,6 +426,40 @@ def test_gate_of_another_value_stays():
     model, x = proto.SerializeToString(), rows_of(4, 0)
     assert rewritten(model) == [FLOAT_OPERATOR, "Cast", "Split", "Relu", "Mul"]
     assert run(model, "scalar", x=x)[0].dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(NORM, "epsilon"), (activation_model("QuickGelu", 40), "alpha")],
+)
+def test_attribute_without_its_number_is_zero(model, name):
+    model, x = without_number(model, name), rows_of(3, 0) * np.float32(1e-3)
+    x = x if name == "alpha" else x[:, None]
+    plain = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})[0]
+    np.testing.assert_allclose(run(model, "scalar", x=x)[0], plain, rtol=1e-5, atol=1e-6)
+    assert not any(name in NORMS for name in rewritten(model))
+
+
+def test_attribute_that_is_given_twice_is_refused():
+    """As onnxruntime does: which of the two holds is unknown."""
+    proto = onnx.ModelProto.FromString(activation_model("Gelu, none", 40))
+    proto.graph.node[-1].attribute.append(helper.make_attribute("approximate", "tanh"))
+    with pytest.raises(Exception, match="approximate"):
+        run(proto.SerializeToString(), "scalar", x=rows_of(2, 0))
+
+
+def test_unequal_halves_of_three_numbers_are_repeated():
+    """The first has two numbers and the second one, which Mul repeats."""
+    weights = {"w": np.random.default_rng(0).standard_normal((512, 3)).astype(np.float32)}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["p"]),
+        helper.make_node("Split", ["p"], ["a", "other"], axis=-1, num_outputs=2),
+        *FORMS["Relu"],
+        helper.make_node("Mul", ["other", "b"], ["y"]),
+    ]
+    model, x = encoded(nodes, {"x": ["rows", 512]}, {"y": None}, weights), rows_of(4, 0, 512)
+    product = x @ weights["w"]
+    np.testing.assert_allclose(run(model, "scalar", x=x)[0], product[:, :2].clip(0) * product[:, 2:], rtol=1e-4)
 
 
 def test_default_attributes_are_those_of_the_operator():
@@ -402,7 +485,7 @@ REFUSED = [
     (NATIVE_NORM, {"path": PATH, "epsilon": 1e-5, "root_mean_square": 0}, {"r": (3, 40)}, "must have the same shape"),
     (NATIVE_NORM, {"path": PATH, "epsilon": 1e-5, "root_mean_square": 0}, {"g": (1, 40)}, "for each number of a row"),
     (NATIVE_GATE, {"path": PATH, "first": 0, **ALPHAS}, {"x": (2, 41)}, "an even length"),
-    (NATIVE_GATE, {"path": PATH, "first": 0, **ALPHAS}, {"x": ()}, "1 to 8 axes"),
+    (NATIVE_GATE, {"path": PATH, "first": 0, **ALPHAS}, {"x": ()}, "1 to 32 axes"),
     (NATIVE_GATE, {"path": -1, "first": 0, **ALPHAS}, {}, "lacks the path"),
     (NATIVE_GATE, {"path": PATH, "first": 0, **ALPHAS, "activation": 5}, {}, "no such activation"),
     (NATIVE_GATE, {"path": PATH, "first": 0, **ALPHAS, "activation": -1}, {}, "no such activation"),
