@@ -375,7 +375,7 @@ def growth(quiet: list[tuple[float, int]]) -> tuple[int, int, float]:
     Each is the median of the samples of the tenth.
     """
     end = quiet[-1][0]
-    begin = [size for at, size in quiet if at <= 0.1 * end]
+    begin = [size for at, size in quiet if at <= max(0.1 * end, quiet[0][0])]
     last = [size for at, size in quiet if at >= 0.9 * end]
     first, final = int(np.median(begin)), int(np.median(last))
     return first, final, final / first

@@ -12,9 +12,10 @@ import { element, svg, uniqueId } from "./elements.js";
 export function heatMap(source, tokens, weights) {
   const id = uniqueId();
   const head = element("tr", {}, element("td"), ...source.map((token) => element("th", { scope: "col" }, token)));
-  const rows = tokens.map((token, i) => {
-    const greatest = weights[i].indexOf(Math.max(...weights[i]));
-    const cells = weights[i].map((weight, j) => {
+  const rows = weights.map((row, i) => {
+    const token = tokens[i] ?? "";
+    const greatest = row.indexOf(Math.max(...row));
+    const cells = row.map((weight, j) => {
       const box = svg("svg", { viewBox: "0 0 1 1", preserveAspectRatio: "none", "aria-hidden": "true" });
       box.append(svg("rect", { width: 1, height: 1, "fill-opacity": weight }));
       const number = element("span", { class: "hidden" }, weight.toFixed(2));
