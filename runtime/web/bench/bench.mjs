@@ -40,9 +40,9 @@ if (!example || !["fp32", "int8", "int4"].includes(precision) || !["node", "wasm
   process.exit(2);
 }
 
-/** The file of tformer for a precision. 4 bits in a page are those of --target web. */
+/** The file of tformer for a precision. 4 bits are those of --target cpu in native code, of --target web in WebAssembly. */
 function modelFile() {
-  const suffix = { fp32: "", int8: "-int8", int4: "-web-int4" }[precision];
+  const suffix = { fp32: "", int8: "-int8", int4: device === "node" ? "-int4" : "-web-int4" }[precision];
   return join(REPOSITORY, example.folder, `${name}${suffix}.onnx`);
 }
 
