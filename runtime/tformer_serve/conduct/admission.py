@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tformer_serve.errors import full_error, stopping_error
+from tformer_serve.errors import ApiError, full_error, stopping_error
 
 _SHARE_OF_LATEST = 0.1  # in the mean of times
 
@@ -44,12 +44,20 @@ class Admission:
         """Take a place. Raise ApiError if there is none, or if the server is stopping."""
         if self.draining:
             raise stopping_error()
-        with self.more_places(1):
+        with self._taken(1):
             yield
 
     @contextlib.contextmanager
     def more_places(self, count: int) -> Iterator[None]:
-        """Take more places for a request that has one. Raise ApiError if there are not as many."""
+        """Take more places for a request that has one. Raise ApiError if there are not as many, now or ever."""
+        if count >= self.limit:
+            message = f"the request has {count + 1} prompts and the server takes {self.limit} at once: send fewer"
+            raise ApiError(400, message, "too_large")
+        with self._taken(count):
+            yield
+
+    @contextlib.contextmanager
+    def _taken(self, count: int) -> Iterator[None]:
         if self.open + count > self.limit:
             message = f"the server has {self.open} requests and takes {self.limit} at once: send this one again later"
             raise full_error(message, self._seconds)

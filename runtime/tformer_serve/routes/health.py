@@ -11,6 +11,7 @@ router = APIRouter()
 
 
 @router.get("/health/live")
+@router.head("/health/live", include_in_schema=False)
 async def live(state: State) -> Response:
     """Answer 200, and 503 if only another start of the server heals a model."""
     if failed := state.models.failed():
@@ -19,6 +20,7 @@ async def live(state: State) -> Response:
 
 
 @router.get("/health/ready")
+@router.head("/health/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
     """Answer 200 if requests are accepted, and 503 while the server is stopping or if a model has failed."""
     if state.admission.draining:

@@ -27,6 +27,7 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
+@router.head("/")
 async def show_page() -> Response:
     """Return the page."""
     return _response("index.html")

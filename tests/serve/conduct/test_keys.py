@@ -43,6 +43,9 @@ def test_request_without_a_key_is_refused(guarded, header):
             assert answer.headers["WWW-Authenticate"] == "Bearer"
         for path in ("/health/live", "/health/ready"):
             assert client.get(path, headers=headers).status_code == 200
+        for path in ("/", "/health/live", "/health/ready"):  # as probes and proxies ask
+            probed = client.head(path, headers=headers)
+            assert (probed.status_code, probed.content) == (200, b"")
 
 
 def test_client_raises_its_error_for_a_wrong_key(guarded):

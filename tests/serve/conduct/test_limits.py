@@ -83,10 +83,18 @@ def test_refused_client_is_told_the_mean_time_of_a_request(seconds, told):
 
 def test_each_prompt_takes_a_place(small):
     body = {"model": "letters", "prompt": ["a"] * 5, "max_tokens": 2}
-    assert small.post("/v1/completions", body).status_code == 429
+    never = small.post("/v1/completions", body)
+    assert (never.status_code, never.json()["error"]["code"]) == (400, "too_large")
+    assert never.json()["error"]["message"] == "the request has 5 prompts and the server takes 4 at once: send fewer"
     answer = small.post("/v1/completions", {**body, "prompt": ["a"] * 4})
     assert len(answer.json()["choices"]) == 4
-    assert small.post("/v1/completions", {**body, "stream": True}).status_code == 429
+    assert small.post("/v1/completions", {**body, "stream": True}).status_code == 400
+    with StepGate.closed(model_of(small)) as gate, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(post, small)
+        gate.wait_until_reached()
+        assert small.post("/v1/completions", {**body, "prompt": ["a"] * 4}).status_code == 429
+        gate.open()
+        assert other.result(HANG_SECONDS).status_code == 200
     wait_until_free(small)
 
 
