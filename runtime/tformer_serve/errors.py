@@ -131,8 +131,11 @@ def drop_traceback(error: BaseException | None) -> None:
     """Let go of the frames that an error and its causes have passed, once it has been answered.
 
     A frame whose local variables lead to the error makes a circle, such as `raise task.error` where `task` is one. It
-    keeps the request and its body until Python's collector comes to it, which may be many large bodies later.
+    keeps the request and its body until Python's collector comes to it, which may be many large bodies later. An error
+    that nobody foresaw keeps its frames: the log has it, and a handler of the log may write it later.
     """
+    if error is not None and api_error_of(error) is None and not isinstance(error, ClientGoneError):
+        return
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
