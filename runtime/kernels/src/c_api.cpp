@@ -27,10 +27,6 @@ int64_t guarded(const Body& body) {
   }
 }
 
-void one_by_one(void*, void (*function)(void*, size_t), size_t count, void* data) {
-  for (size_t i = 0; i < count; i++) function(data, i);
-}
-
 }  // namespace
 
 TFORMER_EXPORT int32_t tformer_kernels_version() { return ABI_VERSION; }
@@ -89,7 +85,7 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply(int64_t handle, const float* x, 
     auto matrix = find_matrix(handle);
     if (!matrix || matrix->bits == FLOAT_BITS || zero < 0 || zero > 255) return static_cast<int64_t>(Refusal::SHAPE);
     RowScaling scaling{magnitude != 0, floor, step, zero, reciprocal != 0, fixed_scale};
-    multiply(Call{matrix.get(), scaling, column_first != 0, x, out, rows, {}}, one_by_one, nullptr);
+    multiply(Call{matrix.get(), scaling, column_first != 0, x, out, rows, {}}, run_alone, nullptr);
     return 0;
   });
 }
@@ -99,7 +95,7 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply_float(int64_t handle, const floa
   return guarded([&]() -> int64_t {
     auto matrix = find_matrix(handle);
     if (!matrix || matrix->bits != FLOAT_BITS) return static_cast<int64_t>(Refusal::SHAPE);
-    multiply(FloatCall{matrix.get(), x, out, rows, {}}, one_by_one, nullptr);
+    multiply(FloatCall{matrix.get(), x, out, rows, {}}, run_alone, nullptr);
     return 0;
   });
 }

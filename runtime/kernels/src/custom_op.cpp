@@ -84,8 +84,7 @@ ort::Status* compute(void* state, ort::KernelContext* context) {
     Input x = read_input(api, context, 0);
     if (x.rank < 1 || x.rank > MAX_RANK || x.size(x.rank - 1) != matrix.inner)
       fail(api, "tformer-kernels: the input's last axis must have as many numbers as the matrix has rows");
-    size_t rows = 1;
-    for (size_t i = 0; i + 1 < x.rank; i++) rows *= x.size(i);
+    const size_t rows = rows_of(x);
     x.sizes[x.rank - 1] = static_cast<int64_t>(matrix.columns);
     float* out = write_output(api, context, 0, x.sizes, x.rank);
     Parallel parallel{api, context};

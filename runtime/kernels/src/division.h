@@ -23,16 +23,13 @@ struct Division {
 
   // Whether a second thread gains more than the time until it has begun and ended, some microseconds.
   bool is_worth_threads(const Matrix& matrix) const {
-    const size_t products = rows * matrix.padded_inner * panels * PANEL;
-    return products >= (matrix.bits == FLOAT_BITS ? SHARED_PRODUCTS : 2 * SHARED_PRODUCTS) ||
-           panels * matrix.panel_bytes() >= SHARED_BYTES;
+    const size_t least = matrix.bits == FLOAT_BITS ? SHARED_PRODUCTS : 2 * SHARED_PRODUCTS;
+    return products(matrix) >= least || bytes(matrix) >= SHARED_BYTES;
   }
 
   // Chooses the number of chunks, so that a task is worth its start.
   void divide_panels(const Matrix& matrix) {
-    const size_t weights = panels * matrix.panel_bytes();
-    const size_t products = rows * matrix.padded_inner * panels * PANEL;
-    const size_t wanted = std::min(MAX_TASKS, std::max(products / TASK_PRODUCTS, weights / TASK_BYTES));
+    const size_t wanted = std::min(MAX_TASKS, std::max(products(matrix) / TASK_PRODUCTS, bytes(matrix) / TASK_BYTES));
     panel_chunks = std::clamp<size_t>((wanted + row_blocks - 1) / row_blocks, 1, units());
   }
 
@@ -57,6 +54,9 @@ struct Division {
   static constexpr size_t TASK_PRODUCTS = 1 << 18;  // multiplications worth a task
   static constexpr size_t TASK_BYTES = 1 << 16;     // bytes of weights worth a task
   static constexpr size_t MAX_TASKS = 64;
+
+  size_t products(const Matrix& matrix) const { return rows * matrix.padded_inner * panels * PANEL; }
+  size_t bytes(const Matrix& matrix) const { return panels * matrix.panel_bytes(); }  // of weights
 
   size_t units() const { return (panels + UNIT_PANELS - 1) / UNIT_PANELS; }
 };

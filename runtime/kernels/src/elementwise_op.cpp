@@ -32,12 +32,6 @@ struct GateKernel {
   Activation activation;
 };
 
-size_t rows_of(const Input& input) {
-  size_t rows = 1;
-  for (size_t axis = 0; axis + 1 < input.rank; axis++) rows *= input.size(axis);
-  return rows;
-}
-
 void require_axes(const ort::Api* api, const Input& input, size_t least = 1) {
   if (input.data == nullptr || input.rank < least || input.rank > MAX_RANK)
     fail(api, "tformer-kernels: a norm or a gate needs an input of 1 to 32 axes");
@@ -86,17 +80,17 @@ void run_norm(const NormKernel& kernel, ort::KernelContext* context) {
   const ort::Api* api = kernel.api;
   const Input x = read_input(api, context, X), residual = read_input(api, context, RESIDUAL);
   const Input weight = read_input(api, context, WEIGHT), bias = read_input(api, context, BIAS);
-  for (const Input* input : {&x, &residual})
-    if (input == &x || input->data != nullptr) require_axes(api, *input, 0);
+  require_axes(api, x, 0);
+  if (residual.data != nullptr) require_axes(api, residual, 0);
   const bool differ = residual.data != nullptr && !is_same_shape(x, residual);
   Input shape = differ ? sum_shape(api, x, residual) : x;
   shape.data = x.data;
   require_axes(api, shape);
   NormTile tile{};
   tile.size = shape.size(shape.rank - 1);
-  for (const Input* input : {&weight, &bias})
-    if (input->data != nullptr ? input->rank != 1 || input->size(0) != tile.size : input == &weight)
-      fail(api, "tformer-kernels: a norm's weight and bias must have a number for each number of a row");
+  auto is_row = [&](const Input& input) { return input.data != nullptr && input.rank == 1 && input.size(0) == tile.size; };
+  if (!is_row(weight) || (bias.data != nullptr && !is_row(bias)))
+    fail(api, "tformer-kernels: a norm's weight and bias must have a number for each number of a row");
   tile.out = write_output(api, context, 0, shape.sizes, shape.rank);
   tile.sum = residual.data != nullptr ? write_output(api, context, 1, shape.sizes, shape.rank) : nullptr;
   tile.rows = rows_of(shape);

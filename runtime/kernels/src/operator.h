@@ -89,6 +89,13 @@ struct Input {
   size_t size(size_t axis) const { return static_cast<size_t>(sizes[axis]); }
 };
 
+// The product of all sizes but the last.
+[[maybe_unused]] inline size_t rows_of(const Input& input) {
+  size_t rows = 1;
+  for (size_t axis = 0; axis + 1 < input.rank; axis++) rows *= input.size(axis);
+  return rows;
+}
+
 [[maybe_unused]] inline Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
   Input input;
   const ort::Value* value = nullptr;

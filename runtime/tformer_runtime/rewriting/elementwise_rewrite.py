@@ -60,39 +60,27 @@ class Activated:
     nodes: tuple[Node, ...]
 
 
-def replace_elementwise(
-    graph: Graph,
-    files: WeightFiles,
-    inputs: set[str],
-    has_scans: bool,
-    domain: str,
-    products: tuple[str, ...],
-    path: int,
-) -> int:
-    """Replace activations, gates and norms of one graph, without its branches. Return how many.
+@dataclass(frozen=True)
+class ElementwiseRewriting:
+    """The replacement of activations, gates and norms of one graph, without its branches.
 
     inputs: names of the inputs of the model, whose values a caller gives.
     has_scans: whether the model has a Scan in any of its graphs.
     domain: of the kernels' operators. products: the names of those that have an attribute for an activation.
     path: the place of the kernels' path in the library.
     """
-    rewriting = _Rewriting(graph, files, inputs, has_scans, domain, products, path)
-    return rewriting.fold_activations() + rewriting.replace_gates() + rewriting.replace_norms()
 
+    graph: Graph
+    files: WeightFiles
+    inputs: set[str]
+    has_scans: bool
+    domain: str
+    products: tuple[str, ...]
+    path: int
 
-class _Rewriting:
-    def __init__(
-        self,
-        graph: Graph,
-        files: WeightFiles,
-        inputs: set[str],
-        has_scans: bool,
-        domain: str,
-        products: tuple[str, ...],
-        path: int,
-    ) -> None:
-        self.graph, self.files, self.inputs, self.has_scans = graph, files, inputs, has_scans
-        self.domain, self.products, self.path = domain, products, path
+    def replace_all(self) -> int:
+        """Replace all of them and return their number."""
+        return self.fold_activations() + self.replace_gates() + self.replace_norms()
 
     def _is_product(self, node: Node) -> bool:
         return node.domain == self.domain and node.op_type in self.products

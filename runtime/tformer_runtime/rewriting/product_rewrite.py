@@ -21,7 +21,7 @@ from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
-from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, replace_elementwise
+from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, ElementwiseRewriting
 from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
 from tformer_runtime.rewriting.stored_weights import is_operator
@@ -149,9 +149,9 @@ class _Replacement:
         """Replace the activations, gates and norms of one graph, without its branches, and return their number."""
         if self.attention_path is None:
             return 0
-        products = OPERATOR, FLOAT_OPERATOR
-        path = self.attention_path
-        return replace_elementwise(graph, self.files, self.inputs, self.has_scans, DOMAIN, products, path)
+        products, path = (OPERATOR, FLOAT_OPERATOR), self.attention_path
+        rewriting = ElementwiseRewriting(graph, self.files, self.inputs, self.has_scans, DOMAIN, products, path)
+        return rewriting.replace_all()
 
     def replace_in(self, graph: Graph) -> int:
         """Replace the products of one graph, without its branches, and return their number."""
