@@ -135,7 +135,7 @@ class Node:
         return [_text(attribute, ATTRIBUTE_NAME) for attribute in attributes]
 
     def text_attribute(self, name: str) -> str:
-        """Return an attribute that is a text; empty if there is none."""
+        """Return the text of an attribute; an empty one if the node lacks the attribute."""
         attributes = (value.content for value in iter_fields(self.encoded) if value.number == NODE_ATTRIBUTE)
         return next((_text(each, ATTRIBUTE_S) for each in attributes if _text(each, ATTRIBUTE_NAME) == name), "")
 

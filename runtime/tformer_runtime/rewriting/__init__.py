@@ -1,4 +1,4 @@
-"""Rewriting of a model while it is being loaded: what onnxruntime gets differs from the file, and computes the same.
+"""Rewriting of a model while it is loaded. onnxruntime gets other operators than the file has, which compute the same.
 
 stored_weights       recognise the stored form of integer weights
 derived_weights      compute the weights that a file derives from stored ones
