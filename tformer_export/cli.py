@@ -25,6 +25,7 @@ from tformer_export.common.task import Task
 from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, OutputError, TformerError
 from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.base.quick_start import freeze_objects, quick_start
 from tformer_runtime.cli.errors import TERMINATED, errors_as_sentences
 
 if TYPE_CHECKING:  # both take longer to import than --help takes
@@ -267,6 +268,9 @@ def _run(
     output = output or _default_output(source)
     options, task = _options(flags)
     _check_outputs(output, report, plot, options, force)
+    with quick_start():
+        import tformer_export.api  # noqa: F401  imports torch
+    freeze_objects()
     with _refusal_reported(report, source):
         found = _find(source, flags, quiet)
         with _progress(options, quiet, verbose) as progress:

@@ -18,6 +18,7 @@ import click
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, OptionError, TformerError, with_input_number
 from tformer_runtime.base.process_memory import limit_process_memory
+from tformer_runtime.base.quick_start import freeze_objects
 from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences, require_output
 from tformer_runtime.cli.generation import Generation
@@ -128,6 +129,7 @@ def main(
     all files; the others are for files of some tasks. --info shows the task of a file.
     """
     assert isinstance(context.command, Command)
+    freeze_objects()
     flag_values = {name: values.pop(name) for name in context.command.flags}
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
     tables, values = table_options(values)
