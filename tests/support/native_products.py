@@ -96,7 +96,7 @@ def open_native_session(
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    with LoadingProducts(kernels_of(path)) as loading:
+    with LoadingProducts(kernels_of(path), threads) as loading:
         rewritten = loading.rewrite(model, Path())
         assert products is None or loading.count == products
         assert not attentions or loading.attentions

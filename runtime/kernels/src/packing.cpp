@@ -12,6 +12,7 @@ namespace {
 
 constexpr int MAX_PAIR_SUM = 128;  // 255 · 128 < 2¹⁵
 constexpr size_t PANELS_AT_ONCE = 4;
+constexpr size_t WEIGHTS_OF_THREAD = 1 << 19;  // take 0.1 ms, several times as long as a thread takes to start and end
 constexpr size_t FLOAT_ROWS_AT_ONCE = 16;  // of float32: a cache line of a column, where columns are stored one by one
 constexpr size_t ROWS_AT_ONCE = 128;  // of 8 bits, where columns are stored one by one
 
@@ -27,9 +28,10 @@ constexpr size_t ROWS_AT_ONCE = 128;  // of 8 bits, where columns are stored one
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// Runs work(begin, end) over ranges of panels on several threads; on fewer if the system gives no more.
+// Runs work(begin, end) over ranges of panels of a matrix on several threads; on fewer if the matrix is small, or if the
+// system gives no more.
 template <class Work>
-void for_panels(size_t panels, unsigned threads, const Work& work) {
+void for_panels(size_t panels, size_t weights, unsigned threads, const Work& work) {
   std::atomic<size_t> next{0};
   auto loop = [&] {
     for (size_t begin; (begin = next.fetch_add(PANELS_AT_ONCE)) < panels;)
@@ -37,7 +39,8 @@ void for_panels(size_t panels, unsigned threads, const Work& work) {
   };
   std::vector<std::thread> helpers;
   try {
-    for (size_t i = 1; i < std::min<size_t>(threads, panels / PANELS_AT_ONCE); i++) helpers.emplace_back(loop);
+    const size_t worth = std::min<size_t>({threads, panels / PANELS_AT_ONCE, weights / WEIGHTS_OF_THREAD});
+    for (size_t i = 1; i < worth; i++) helpers.emplace_back(loop);
   } catch (const std::system_error&) {
   } catch (const std::bad_alloc&) {
   }
@@ -179,7 +182,7 @@ Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_strid
   auto matrix = new_matrix(path, 8, 1, inner, columns, scale, bias);
   Source source{weights, row_stride, column_stride, flip};
   std::atomic<bool> leaves_range{false};
-  for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
+  for_panels(matrix->panels, inner * columns, threads, [&](size_t begin, size_t end) {
     for (size_t p = begin; p < end; p++)
       if (pack_panel(source, *matrix, p)) leaves_range = true;
   });
@@ -194,7 +197,7 @@ Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* code
   auto matrix = new_matrix(path, 4, block, inner, columns, scale, bias);
   matrix->codes.allocate(matrix->panels * matrix->blocks() * PANEL);
   const size_t column_bytes = blocks * block / 2;
-  for_panels(matrix->panels, threads, [&](size_t begin, size_t end) {
+  for_panels(matrix->panels, inner * columns, threads, [&](size_t begin, size_t end) {
     for (size_t p = begin; p < end; p++) {
       uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
       uint8_t* own_codes = matrix->codes.get() + p * matrix->blocks() * PANEL;
@@ -249,7 +252,7 @@ Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride,
   matrix->panels = groups * width / PANEL;
   if (bias != nullptr) copy_columns(*matrix, bias, matrix->bias);
   matrix->data.allocate(matrix->panels * matrix->panel_bytes());
-  for_panels(groups, threads, [&](size_t begin, size_t end) {
+  for_panels(groups, inner * columns, threads, [&](size_t begin, size_t end) {
     // Some rows of all groups, so that rows in the file are read in pieces that are longer than a group.
     for (size_t row = 0; row < inner; row += FLOAT_ROWS_AT_ONCE)
       for (size_t g = begin; g < end; g++) {

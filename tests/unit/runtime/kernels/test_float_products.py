@@ -153,6 +153,16 @@ def test_row_does_not_depend_on_neighbours_or_threads(path, columns):
 
 @requires_kernels
 @pytest.mark.parametrize("path", PATHS)
+def test_weights_are_packed_alike_on_any_number_of_threads(path):
+    """A thread packs at least half a million weights: 1.6 million are packed by up to three."""
+    case = FloatCase(800, 2000)
+    x = rows_of(800, 2)
+    one, several = (open_native_session(case.model(), path, threads) for threads in (1, 3))
+    assert_same_bits(run(several, x), run(one, x))
+
+
+@requires_kernels
+@pytest.mark.parametrize("path", PATHS)
 def test_no_rows_give_no_results(path):
     assert run(open_native_session(FloatCase(64, 48).model(), path), np.empty((0, 64), np.float32)).shape == (0, 48)
 
