@@ -9,6 +9,7 @@
 //
 // Both have the attribute `columns`, which the runtime reads when it rewrites a model.
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 
@@ -104,6 +105,13 @@ ort::CustomOp describe() {
 
 std::atomic<bool> registered{false};
 
+// The second number of onnxruntime's version, which is the newest version of its API; 0 if there is none. An older
+// onnxruntime that is asked for a newer API writes to standard error.
+unsigned minor_version(const ort::ApiBase* base) {
+  unsigned major = 0, minor = 0;
+  return std::sscanf(base->GetVersionString(), "%u.%u", &major, &minor) == 2 && major == 1 ? minor : 0;
+}
+
 // Whether the table's functions are where this library expects them, as far as calls without side effects show.
 bool check_api(const ort::Api* api) {
   ort::Status* status = ort::CreateStatus::call(api, ort::INVALID_ARGUMENT, "tformer");
@@ -124,6 +132,7 @@ TFORMER_EXPORT tformer::ort::Status* RegisterCustomOps(tformer::ort::SessionOpti
   using namespace tformer;
   const ort::Api* api = base->GetApi(ort::API_VERSION);
   if (api == nullptr || !check_api(api)) return nullptr;
+  if (minor_version(base) >= ort::SHAPE_API_VERSION) ort::shape_api = base->GetApi(ort::SHAPE_API_VERSION);
   static const ort::CustomOp quantized = describe<QuantizedKernel>(), floats = describe<FloatKernel>();
   static const ort::CustomOp attention = attention_operator(), context_attention = context_attention_operator();
   static const ort::CustomOp norm = norm_operator(), gate = gate_operator();

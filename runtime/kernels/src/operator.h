@@ -2,6 +2,7 @@
 // description of an operator.
 #pragma once
 
+#include <algorithm>
 #include <new>
 
 #include "matrix.h"
@@ -96,17 +97,29 @@ struct Input {
   return rows;
 }
 
-[[maybe_unused]] inline Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
-  Input input;
-  const ort::Value* value = nullptr;
-  check(ort::KernelContext_GetInput::call(api, context, index, &value));
-  if (value == nullptr) return input;
+// Reads the shape of a tensor. Older versions of onnxruntime copy it to the heap first, which takes 0.2 µs.
+[[maybe_unused]] inline void read_shape(const ort::Api* api, const ort::Value* value, Input& input) {
+  if (const ort::Api* newer = ort::shape_api.load(std::memory_order_relaxed)) {
+    ort::ElementType type;
+    const int64_t* sizes = nullptr;
+    check(ort::GetTensorElementTypeAndShapeDataReference::call(newer, value, &type, &sizes, &input.rank));
+    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
+    return;
+  }
   ort::TypeAndShape* shape = nullptr;
   check(ort::GetTensorTypeAndShape::call(api, value, &shape));
   ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
   if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
   ort::ReleaseTypeAndShape::call(api, shape);
   check(status);
+}
+
+[[maybe_unused]] inline Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
+  Input input;
+  const ort::Value* value = nullptr;
+  check(ort::KernelContext_GetInput::call(api, context, index, &value));
+  if (value == nullptr) return input;
+  read_shape(api, value, input);
   void* data = nullptr;
   check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
   static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers

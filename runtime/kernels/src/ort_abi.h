@@ -5,12 +5,14 @@
 // all 64-bit systems.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace tformer::ort {
 
 constexpr uint32_t API_VERSION = 18;  // onnxruntime 1.18; KernelContext_ParallelFor is from 1.17
+constexpr uint32_t SHAPE_API_VERSION = 24;  // of GetTensorElementTypeAndShapeDataReference
 
 struct Status;
 struct Value;
@@ -25,8 +27,11 @@ enum ElementType : int { FLOAT = 1, INT32 = 6 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
 
 struct Api {
-  const void* functions[275];
+  const void* functions[415];  // version 18 has the first 285
 };
+
+// The table of SHAPE_API_VERSION; nullptr if this onnxruntime is older.
+inline std::atomic<const Api*> shape_api{nullptr};
 
 struct ApiBase {
   const Api* (*GetApi)(uint32_t version);
@@ -59,6 +64,8 @@ using ReleaseStatus = Function<93, void, Status*>;
 using ReleaseTypeAndShape = Function<99, void, TypeAndShape*>;
 using KernelContext_ParallelFor =
     Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
+using GetTensorElementTypeAndShapeDataReference =
+    Function<414, Status*, const Value*, ElementType*, const int64_t**, size_t*>;
 
 // OrtCustomOp
 struct CustomOp {
