@@ -7,6 +7,8 @@ from typing import Any
 
 from tformer_runtime.base.errors import MissingExtraError
 
+MIN_ONNXRUNTIME = 24  # 1.24 is the first that knows the operators of opset 24
+
 
 def import_optional(name: str, purpose: str, extra: str) -> Any:
     """Import and return an optional module. Raise MissingExtraError if it is not installed or cannot be loaded.
@@ -26,7 +28,7 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
 
 
 def import_onnxruntime() -> Any:
-    """Import and return onnxruntime. Raise MissingExtraError if it is not installed, or not whole.
+    """Import and return onnxruntime. Raise MissingExtraError if it is not installed, not whole, or too old.
 
     The wheels onnxruntime and onnxruntime-gpu have the same files. If both are installed and one is removed, a folder
     without a module is left, which Python imports as an empty package.
@@ -37,4 +39,16 @@ def import_onnxruntime() -> Any:
             "onnxruntime is installed in part, as after two of its packages were installed and one was removed: pip "
             "uninstall -y onnxruntime onnxruntime-gpu, then pip install 'tformer[cpu]' or 'tformer[cuda]'"
         )
+    if _minor_version(module.__version__) < MIN_ONNXRUNTIME:
+        raise MissingExtraError(
+            f"onnxruntime {module.__version__} is installed, and files need 1.{MIN_ONNXRUNTIME} or later: pip install "
+            f"--upgrade 'onnxruntime>=1.{MIN_ONNXRUNTIME}', or onnxruntime-gpu"
+        )
     return module
+
+
+def _minor_version(version: str) -> float:
+    """Return the second number of a version 1.x; infinity for any other version."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return int(minor) if major == "1" and minor.isdecimal() else float("inf")
