@@ -5,12 +5,8 @@
 // Attributes: `path`, the place of a path in the list of paths; heads, groups, causal, scale, interleaved.
 //
 // ContextAttention (query, key, value, bias) → (y) is MultiHeadAttention of onnxruntime for float32, over given keys and values.
-// Attributes: path, heads, scale.
-#include "attention_op.h"
-
-#include <algorithm>
-#include <memory>
-
+// A bias may have one number for all queries. If `shared` is 1, queries have any shape, which is that of the result: as many
+// of them as fit read each row of keys and values, so that neighbouring rows may share one. Attributes: path, heads, scale, shared.
 #include "attention.h"
 #include "operator.h"
 
@@ -19,72 +15,47 @@ namespace {
 
 constexpr int64_t MAX_HEADS = 1 << 16;
 
-struct AttentionKernel {
-  const ort::Api* api;
-  const Path* path;
-  size_t heads, groups;
-  bool causal = false, interleaved = false;
-  float scale;
-};
-
 enum AttentionInput : size_t { QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LAST, TOTAL, COSINES, SINES, BIAS, SINK, INPUTS };
 constexpr size_t CONTEXT_BIAS = 3, CONTEXT_INPUTS = 4;  // of ContextAttention
-
-template <bool CONTEXT>
-ort::Status* create_attention(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
-  return guarded(api, [&] {
-    auto kernel = std::make_unique<AttentionKernel>();
-    const int64_t heads = integer(api, info, "heads");
-    const int64_t groups = CONTEXT ? heads : integer(api, info, "groups");
-    kernel->api = api;
-    kernel->path = path_of(api, info);
-    if (heads < 1 || groups < 1 || heads % groups != 0 || heads > MAX_HEADS)
-      fail(api, "tformer-kernels: heads must share keys in groups of one size");
-    kernel->heads = static_cast<size_t>(heads);
-    kernel->groups = static_cast<size_t>(groups);
-    kernel->scale = number(api, info, "scale");
-    if constexpr (!CONTEXT) {
-      kernel->causal = integer(api, info, "causal") != 0;
-      kernel->interleaved = integer(api, info, "interleaved") != 0;
-    }
-    *out = kernel.release();
-  });
-}
-
-void require(const ort::Api* api, bool holds, const char* message) {
-  if (!holds) fail(api, message);
-}
+constexpr char HEADS_MUST_SHARE[] = "tformer-kernels: heads must share keys in groups of one size";
 
 template <size_t COUNT>
-void read_inputs(const ort::Api* api, ort::KernelContext* context, Input (&in)[COUNT]) {
+void read_inputs(Operands& operands, Input (&in)[COUNT]) {
   for (size_t i = 0; i < COUNT; i++) {
-    in[i] = read_input(api, context, i);
-    require(api, in[i].rank <= MAX_RANK, "tformer-kernels: an input of attention has too many axes");
+    in[i] = operands.input(i);
+    require(operands.api, in[i].rank <= MAX_RANK, "tformer-kernels: an input of attention has too many axes");
   }
 }
 
-// What both operators share: the queries, of which a position has `heads` heads, and the bias.
-AttentionCall begin_call(const AttentionKernel& kernel, const Input& query, size_t heads) {
-  const ort::Api* api = kernel.api;
+size_t count_of(const Attributes& attributes, const char* name) {
+  const int64_t count = attributes.integer(name);
+  require(attributes.api, count >= 1 && count <= MAX_HEADS, HEADS_MUST_SHARE);
+  return static_cast<size_t>(count);
+}
+
+// A call that has nothing but the queries, of which a position has `heads` heads.
+AttentionCall begin_call(const ort::Api* api, const Input& query, size_t heads) {
   require(api, query.data && query.rank == 3 && query.size(2) > 0 && query.size(2) % heads == 0,
           "tformer-kernels: queries must have the shape (batch, positions, numbers of all heads)");
   AttentionCall call{};
-  call.path = kernel.path;
-  call.batch = query.size(0), call.length = query.size(1);
-  call.heads = kernel.heads, call.groups = kernel.groups, call.size = query.size(2) / heads;
+  call.batch = query.size(0), call.length = query.size(1), call.size = query.size(2) / heads;
   call.queries = query.floats(), call.query_stride = query.size(2);
-  call.causal = kernel.causal, call.scale = kernel.scale, call.interleaved = kernel.interleaved;
   return call;
 }
 
-void add_bias(const ort::Api* api, AttentionCall& call, const Input& bias) {
+void add_bias(const ort::Api* api, AttentionCall& call, Input bias) {
   if (!bias.data) return;
+  for (; bias.rank < 4; bias.rank++) {  // missing axes are in front
+    std::copy_backward(bias.sizes, bias.sizes + bias.rank, bias.sizes + bias.rank + 1);
+    bias.sizes[0] = 1;
+  }
   require(api,
           bias.rank == 4 && (bias.size(0) == 1 || bias.size(0) == call.batch) &&
-              (bias.size(1) == 1 || bias.size(1) == call.heads) && bias.size(2) == call.length && bias.size(3) == call.total,
+              (bias.size(1) == 1 || bias.size(1) == call.heads) && (bias.size(2) == 1 || bias.size(2) == call.length) &&
+              bias.size(3) == call.total,
           "tformer-kernels: the bias must have a number for each query and position");
   call.bias = bias.floats();
-  call.bias_row_stride = bias.size(3);
+  call.bias_row_stride = bias.size(2) == 1 ? 0 : bias.size(3);
   call.bias_head_stride = bias.size(1) == 1 ? 0 : bias.size(2) * bias.size(3);
   call.bias_batch_stride = bias.size(0) == 1 ? 0 : bias.size(1) * bias.size(2) * bias.size(3);
 }
@@ -101,32 +72,55 @@ Heads heads_of(const ort::Api* api, const AttentionCall& call, const Input& inpu
   return {input.floats(), positions * width, by_head ? positions * call.size : call.size, by_head ? call.size : width};
 }
 
-void finish_call(const ort::Api* api, ort::KernelContext* context, AttentionCall& call) {
+// shape: of the result.
+void finish_call(Operands& operands, AttentionCall& call, const Input& shape) {
+  const ort::Api* api = operands.api;
   const char* refusal = call.total > 0 ? attention_refusal(call) : nullptr;
   require(api, refusal == nullptr, refusal);
-  const int64_t batch = static_cast<int64_t>(call.batch), size = static_cast<int64_t>(call.size);
-  const int64_t sizes[] = {batch, static_cast<int64_t>(call.length), static_cast<int64_t>(call.heads) * size};
-  call.out = write_output(api, context, 0, sizes, 3);
+  call.out = operands.output(0, shape.sizes, shape.rank);
   if (call.slots > 0) {
-    const int64_t cache[] = {batch, static_cast<int64_t>(call.groups), static_cast<int64_t>(call.slots), size};
-    call.key_cache = write_output(api, context, 1, cache, 4);
-    call.value_cache = write_output(api, context, 2, cache, 4);
+    const int64_t batch = static_cast<int64_t>(call.batch), groups = static_cast<int64_t>(call.groups);
+    const int64_t cache[] = {batch, groups, static_cast<int64_t>(call.slots), static_cast<int64_t>(call.size)};
+    call.key_cache = operands.output(1, cache, 4);
+    call.value_cache = operands.output(2, cache, 4);
     require(api, call.key_cache && call.value_cache, "tformer-kernels: attention with a cache has three results");
   }
   if (call.total == 0) {  // there are no keys
     std::fill(call.out, call.out + call.batch * call.length * call.heads * call.size, 0.0f);
     return;
   }
-  Parallel parallel{api, context};
-  attend(call, parallel_for, &parallel);
+  attend(call, parallel_for, &operands);
 }
 
-void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
-  const ort::Api* api = kernel.api;
+class Attention final : public Operator {
+ public:
+  explicit Attention(const Attributes& attributes)
+      : path(attributes.path()),
+        heads(count_of(attributes, "heads")),
+        groups(count_of(attributes, "groups")),
+        scale(attributes.number("scale")),
+        causal(attributes.integer("causal") != 0),
+        interleaved(attributes.integer("interleaved") != 0) {
+    require(attributes.api, heads % groups == 0, HEADS_MUST_SHARE);
+  }
+
+  void run(Operands& operands) const override;
+
+ private:
+  const Path* const path;
+  const size_t heads, groups;
+  const float scale;
+  const bool causal, interleaved;
+};
+
+void Attention::run(Operands& operands) const {
+  const ort::Api* api = operands.api;
   Input in[INPUTS];
-  read_inputs(api, context, in);
+  read_inputs(operands, in);
   const bool packed = in[KEY].data == nullptr;
-  AttentionCall call = begin_call(kernel, in[QUERY], packed ? kernel.heads + 2 * kernel.groups : kernel.heads);
+  AttentionCall call = begin_call(api, in[QUERY], packed ? heads + 2 * groups : heads);
+  call.path = path, call.heads = heads, call.groups = groups;
+  call.scale = scale, call.causal = causal, call.interleaved = interleaved;
   const size_t width = call.groups * call.size;
   call.positions = call.length;
   if (packed) {
@@ -167,49 +161,61 @@ void run_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
     call.slots = std::max(call.past_slots, call.total);
   }
   add_bias(api, call, in[BIAS]);
-  finish_call(api, context, call);
+  Input shape = in[QUERY];
+  shape.sizes[2] = static_cast<int64_t>(heads * call.size);
+  finish_call(operands, call, shape);
 }
 
-void run_context_attention(const AttentionKernel& kernel, ort::KernelContext* context) {
-  const ort::Api* api = kernel.api;
-  Input in[CONTEXT_INPUTS];
-  read_inputs(api, context, in);
-  AttentionCall call = begin_call(kernel, in[QUERY], kernel.heads);
-  require(api, in[KEY].rank == 3 || in[KEY].rank == 4, "tformer-kernels: keys must have three or four axes");
-  call.total = call.positions = in[KEY].size(in[KEY].rank - 2);
-  call.keys = heads_of(api, call, in[KEY], call.total);
-  call.values = heads_of(api, call, in[VALUE], call.total);
-  add_bias(api, call, in[CONTEXT_BIAS]);
-  finish_call(api, context, call);
-}
+class ContextAttention final : public Operator {
+ public:
+  explicit ContextAttention(const Attributes& attributes)
+      : path(attributes.path()),
+        heads(count_of(attributes, "heads")),
+        scale(attributes.number("scale")),
+        shared(attributes.integer("shared") != 0) {}
 
-template <bool CONTEXT>
-ort::CustomOp describe_attention() {
-  ort::CustomOp op = describe_common();
-  op.GetName = [](const ort::CustomOp*) { return CONTEXT ? "ContextAttention" : "Attention"; };
-  op.GetInputType = [](const ort::CustomOp*, size_t i) {
-    return !CONTEXT && (i == LAST || i == TOTAL) ? ort::INT32 : ort::FLOAT;
-  };
-  op.GetInputTypeCount = [](const ort::CustomOp*) -> size_t { return CONTEXT ? CONTEXT_INPUTS : INPUTS; };
-  op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return CONTEXT ? 1 : 3; };
-  op.GetInputCharacteristic = [](const ort::CustomOp*, size_t i) {
-    const bool required = CONTEXT ? i != CONTEXT_BIAS : i == QUERY || i == LAST || i == TOTAL;
-    return required ? ort::REQUIRED : ort::OPTIONAL;
-  };
-  op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t i) { return i == 0 ? ort::REQUIRED : ort::OPTIONAL; };
-  op.CreateKernelV2 = create_attention<CONTEXT>;
-  op.KernelComputeV2 = [](void* state, ort::KernelContext* context) {
-    const AttentionKernel& kernel = *static_cast<AttentionKernel*>(state);
-    return guarded(kernel.api, [&] { (CONTEXT ? run_context_attention : run_attention)(kernel, context); });
-  };
-  op.KernelDestroy = [](void* state) { delete static_cast<AttentionKernel*>(state); };
-  return op;
-}
+  void run(Operands& operands) const override {
+    const ort::Api* api = operands.api;
+    Input in[CONTEXT_INPUTS];
+    read_inputs(operands, in);
+    require(api, in[KEY].data && (in[KEY].rank == 3 || in[KEY].rank == 4),
+            "tformer-kernels: keys must have three or four axes");
+    AttentionCall call = begin_call(api, shared ? divided(api, in[QUERY], in[KEY]) : in[QUERY], heads);
+    call.path = path, call.heads = call.groups = heads, call.scale = scale;
+    call.total = call.positions = in[KEY].size(in[KEY].rank - 2);
+    call.keys = heads_of(api, call, in[KEY], call.total);
+    call.values = heads_of(api, call, in[VALUE], call.total);
+    add_bias(api, call, in[CONTEXT_BIAS]);
+    finish_call(operands, call, in[QUERY]);
+  }
+
+ private:
+  const Path* const path;
+  const size_t heads;
+  const float scale;
+  const bool shared;
+
+  // Queries (…) as (C, N, H · D), with C rows of keys.
+  Input divided(const ort::Api* api, Input query, const Input& key) const {
+    const size_t rows = key.size(0), width = key.rank == 4 ? heads * key.size(3) : key.size(2);
+    size_t count = 1;
+    for (size_t axis = 0; axis < query.rank; axis++) count *= query.size(axis);
+    require(api, query.data && width > 0 && (rows > 0 ? count % (rows * width) == 0 : count == 0),
+            "tformer-kernels: queries must be divided evenly among the rows of keys");
+    query.rank = 3;
+    query.sizes[0] = key.sizes[0];
+    query.sizes[1] = rows > 0 ? static_cast<int64_t>(count / (rows * width)) : 0;
+    query.sizes[2] = static_cast<int64_t>(width);
+    return query;
+  }
+};
+
+constexpr uint32_t NEEDED = 1 << QUERY | 1 << LAST | 1 << TOTAL;
 
 }  // namespace
 
-ort::CustomOp attention_operator() { return describe_attention<false>(); }
-
-ort::CustomOp context_attention_operator() { return describe_attention<true>(); }
+const OperatorKind ATTENTION = {"Attention", INPUTS, 3, ~NEEDED, 1 << LAST | 1 << TOTAL, false, make_operator<Attention>};
+const OperatorKind CONTEXT_ATTENTION = {"ContextAttention", CONTEXT_INPUTS, 1, 1 << CONTEXT_BIAS, 0, false,
+                                        make_operator<ContextAttention>};
 
 }  // namespace tformer

@@ -1,104 +1,110 @@
-// The operators of products, in the domain ai.tformer: rows x (…, K) of float32 times a packed matrix (K, N). And the
-// registration of all operators.
-//
-// RowQuantizedMatMul (x) → (y) has integer weights. Attributes: `handle` of the matrix, the activation of the result
-// (`activation`, `alpha`), and how rows are scaled (`RowScaling` and `Tile` say what each means): magnitude, zero, reciprocal,
-// column_first (integers), floor, step, fixed_scale (floats).
-//
-// PackedMatMul (x) → (y) has float32 weights. Attributes: handle, activation, alpha.
-//
-// Both have the attribute `columns`, which the runtime reads when it rewrites a model.
+// The operators as onnxruntime sees them, in the domain ai.tformer, and their registration.
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <memory>
+#include <iterator>
 
-#include "attention_op.h"
-#include "elementwise_op.h"
 #include "export.h"
 #include "operator.h"
-#include "product.h"
-#include "store.h"
 
 namespace tformer {
 namespace {
 
-struct QuantizedKernel {
-  static constexpr const char* NAME = "RowQuantizedMatMul";
-  const ort::Api* api;
-  std::shared_ptr<const Matrix> matrix;
-  Activation activation;
-  RowScaling scaling;
-  bool column_first;
+// Reads the shape of a tensor. Older versions of onnxruntime copy it to the heap first, which takes 0.2 µs.
+void read_shape(const ort::Api* api, const ort::Value* value, Input& input) {
+  if (const ort::Api* newer = ort::shape_api.load(std::memory_order_relaxed)) {
+    ort::ElementType type;
+    const int64_t* sizes = nullptr;
+    check(ort::GetTensorElementTypeAndShapeDataReference::call(newer, value, &type, &sizes, &input.rank));
+    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
+    return;
+  }
+  ort::TypeAndShape* shape = nullptr;
+  check(ort::GetTensorTypeAndShape::call(api, value, &shape));
+  ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
+  if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
+  ort::ReleaseTypeAndShape::call(api, shape);
+  check(status);
+}
 
-  bool fits() const { return matrix->bits != FLOAT_BITS; }
-  void read_attributes(const ort::KernelInfo* info);
-  void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
-    multiply(Call{matrix.get(), scaling, column_first, x, out, rows, activation}, parallel_for, context);
+class ContextOperands final : public Operands {
+ public:
+  using Operands::Operands;
+
+  Input input(size_t index) override {
+    Input input;
+    const ort::Value* value = nullptr;
+    check(ort::KernelContext_GetInput::call(api, context, index, &value));
+    if (value == nullptr) return input;
+    read_shape(api, value, input);
+    void* data = nullptr;
+    check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
+    static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
+    input.data = data == nullptr ? &nothing : data;
+    return input;
+  }
+
+  float* output(size_t index, const int64_t* sizes, size_t rank) override {
+    ort::Value* value = nullptr;
+    check(ort::KernelContext_GetOutput::call(api, context, index, sizes, rank, &value));
+    if (value == nullptr) return nullptr;
+    void* data = nullptr;
+    check(ort::GetTensorMutableData::call(api, value, &data));
+    static float nothing = 0;  // for tensors without numbers, as above
+    return data == nullptr ? &nothing : static_cast<float*>(data);
   }
 };
 
-struct FloatKernel {
-  static constexpr const char* NAME = "PackedMatMul";
-  const ort::Api* api;
-  std::shared_ptr<const Matrix> matrix;
-  Activation activation;
-
-  bool fits() const { return matrix->bits == FLOAT_BITS; }
-  void read_attributes(const ort::KernelInfo*) {}
-  void run(const float* x, float* out, size_t rows, ParallelFor parallel_for, void* context) const {
-    multiply(FloatCall{matrix.get(), x, out, rows, activation}, parallel_for, context);
-  }
+struct CustomOp : ort::CustomOp {
+  const OperatorKind* kind;
 };
 
-void QuantizedKernel::read_attributes(const ort::KernelInfo* info) {
-  const int64_t zero = integer(api, info, "zero");
-  if (zero < 0 || zero > 255) fail(api, "tformer-kernels: zero must be 0 to 255");
-  scaling.zero = static_cast<int>(zero);
-  scaling.magnitude = integer(api, info, "magnitude") != 0;
-  scaling.reciprocal = integer(api, info, "reciprocal") != 0;
-  scaling.floor = number(api, info, "floor");
-  scaling.step = number(api, info, "step");
-  scaling.fixed_scale = number(api, info, "fixed_scale");
-  column_first = integer(api, info, "column_first") != 0;
-}
+const OperatorKind& kind_of(const ort::CustomOp* op) { return *static_cast<const CustomOp*>(op)->kind; }
 
-template <class Kernel>
-ort::Status* create(const ort::CustomOp*, const ort::Api* api, const ort::KernelInfo* info, void** out) {
-  return guarded(api, [&] {
-    auto kernel = std::make_unique<Kernel>();
-    kernel->api = api;
-    kernel->matrix = find_matrix(integer(api, info, "handle"));
-    if (!kernel->matrix || !kernel->fits()) fail(api, "tformer-kernels: the handle is of no packed matrix of this operator");
-    kernel->activation = read_activation(api, info);
-    kernel->read_attributes(info);
-    *out = kernel.release();
-  });
-}
+// An operator in a session.
+struct Kernel {
+  const ort::Api* api;
+  std::unique_ptr<Operator> op;
+};
 
-template <class Kernel>
-ort::Status* compute(void* state, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<Kernel*>(state);
-  const ort::Api* api = kernel.api;
-  return guarded(api, [&] {
-    const Matrix& matrix = *kernel.matrix;
-    Input x = read_input(api, context, 0);
-    if (x.rank < 1 || x.rank > MAX_RANK || x.size(x.rank - 1) != matrix.inner)
-      fail(api, "tformer-kernels: the input's last axis must have as many numbers as the matrix has rows");
-    const size_t rows = rows_of(x);
-    x.sizes[x.rank - 1] = static_cast<int64_t>(matrix.columns);
-    float* out = write_output(api, context, 0, x.sizes, x.rank);
-    Parallel parallel{api, context};
-    kernel.run(x.floats(), out, rows, parallel_for, &parallel);
-  });
-}
-
-template <class Kernel>
-ort::CustomOp describe() {
-  ort::CustomOp op = describe_common();
-  op.GetName = [](const ort::CustomOp*) { return Kernel::NAME; };
-  op.CreateKernelV2 = create<Kernel>;
-  op.KernelComputeV2 = compute<Kernel>;
+CustomOp describe(const OperatorKind& kind) {
+  CustomOp op{};
+  op.kind = &kind;
+  op.version = ort::API_VERSION;
+  op.GetName = [](const ort::CustomOp* self) { return kind_of(self).name; };
+  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputType = [](const ort::CustomOp* self, size_t i) {
+    const OperatorKind& own = kind_of(self);
+    return own.is_chain ? ort::ANY : own.integers >> i & 1 ? ort::INT32 : ort::FLOAT;
+  };
+  op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::FLOAT; };
+  op.GetInputTypeCount = [](const ort::CustomOp* self) { return kind_of(self).inputs; };
+  op.GetOutputTypeCount = [](const ort::CustomOp* self) { return kind_of(self).outputs; };
+  op.GetInputCharacteristic = [](const ort::CustomOp* self, size_t i) {
+    const OperatorKind& own = kind_of(self);
+    return own.is_chain ? ort::VARIADIC : own.optional >> i & 1 ? ort::OPTIONAL : ort::REQUIRED;
+  };
+  op.GetOutputCharacteristic = [](const ort::CustomOp* self, size_t i) {
+    return kind_of(self).is_chain ? ort::VARIADIC : i > 0 ? ort::OPTIONAL : ort::REQUIRED;
+  };
+  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 0; };
+  op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
+  op.GetStartVersion = op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
+  op.CreateKernelV2 = [](const ort::CustomOp* self, const ort::Api* api, const ort::KernelInfo* info, void** out) {
+    return guarded(api, [&] {
+      auto kernel = std::make_unique<Kernel>(Kernel{api, kind_of(self).make({api, info, ""})});
+      *out = kernel.release();
+    });
+  };
+  op.KernelComputeV2 = [](void* state, ort::KernelContext* context) {
+    const Kernel& kernel = *static_cast<Kernel*>(state);
+    return guarded(kernel.api, [&] {
+      ContextOperands operands(kernel.api, context);
+      kernel.op->run(operands);
+    });
+  };
   op.KernelDestroy = [](void* state) { delete static_cast<Kernel*>(state); };
   return op;
 }
@@ -122,6 +128,20 @@ bool check_api(const ort::Api* api) {
   return same;
 }
 
+// The domain with all operators, for all sessions of the process; nullptr if it cannot be made.
+ort::CustomOpDomain* make_domain(const ort::Api* api) {
+  static CustomOp ops[std::size(KINDS)];
+  ort::CustomOpDomain* created = nullptr;
+  ort::Status* status = ort::CreateCustomOpDomain::call(api, "ai.tformer", &created);
+  for (size_t i = 0; i < std::size(KINDS) && status == nullptr; i++) {
+    ops[i] = describe(*KINDS[i]);
+    status = ort::CustomOpDomain_Add::call(api, created, &ops[i]);
+  }
+  if (status == nullptr) return created;
+  ort::ReleaseStatus::call(api, status);
+  return nullptr;
+}
+
 }  // namespace
 }  // namespace tformer
 
@@ -133,18 +153,7 @@ TFORMER_EXPORT tformer::ort::Status* RegisterCustomOps(tformer::ort::SessionOpti
   const ort::Api* api = base->GetApi(ort::API_VERSION);
   if (api == nullptr || !check_api(api)) return nullptr;
   if (minor_version(base) >= ort::SHAPE_API_VERSION) ort::shape_api = base->GetApi(ort::SHAPE_API_VERSION);
-  static const ort::CustomOp quantized = describe<QuantizedKernel>(), floats = describe<FloatKernel>();
-  static const ort::CustomOp attention = attention_operator(), context_attention = context_attention_operator();
-  static const ort::CustomOp norm = norm_operator(), gate = gate_operator();
-  static ort::CustomOpDomain* const domain = [api]() -> ort::CustomOpDomain* {  // for all sessions of the process
-    ort::CustomOpDomain* created = nullptr;
-    ort::Status* status = ort::CreateCustomOpDomain::call(api, "ai.tformer", &created);
-    for (const ort::CustomOp* op : {&quantized, &floats, &attention, &context_attention, &norm, &gate})
-      if (status == nullptr) status = ort::CustomOpDomain_Add::call(api, created, op);
-    if (status == nullptr) return created;
-    ort::ReleaseStatus::call(api, status);
-    return nullptr;
-  }();
+  static ort::CustomOpDomain* const domain = make_domain(api);
   if (domain == nullptr) return nullptr;
   registered = true;
   return ort::AddCustomOpDomain::call(api, options, domain);

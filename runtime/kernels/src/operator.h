@@ -1,16 +1,16 @@
-// What the operators share: errors as statuses, attributes, inputs and results, onnxruntime's threads, and the
-// description of an operator.
+// What the operators share: errors as statuses, attributes, inputs and results, and onnxruntime's threads.
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <new>
+#include <string>
 
 #include "matrix.h"
 #include "ort_abi.h"
 #include "paths.h"
 
 namespace tformer {
-namespace {
 
 constexpr size_t MAX_RANK = 32;  // as many as arrays of NumPy had before its second version
 
@@ -18,12 +18,16 @@ struct Failure {
   ort::Status* status;
 };
 
-[[maybe_unused]] inline void check(ort::Status* status) {
+inline void check(ort::Status* status) {
   if (status != nullptr) throw Failure{status};
 }
 
 [[noreturn]] inline void fail(const ort::Api* api, const char* message) {
   throw Failure{ort::CreateStatus::call(api, ort::INVALID_ARGUMENT, message)};
+}
+
+inline void require(const ort::Api* api, bool holds, const char* message) {
+  if (!holds) fail(api, message);
 }
 
 // Runs a function and returns its error as a status: no exception may reach onnxruntime.
@@ -41,44 +45,50 @@ ort::Status* guarded(const ort::Api* api, const Body& body) {
   }
 }
 
-[[maybe_unused]] inline int64_t integer(const ort::Api* api, const ort::KernelInfo* info, const char* name) {
-  int64_t value = 0;
-  check(ort::KernelInfoGetAttribute_int64::call(api, info, name, &value));
-  return value;
-}
-
-[[maybe_unused]] inline float number(const ort::Api* api, const ort::KernelInfo* info, const char* name) {
-  float value = 0;
-  check(ort::KernelInfoGetAttribute_float::call(api, info, name, &value));
-  return value;
-}
-
-// The path of the attribute `path`, its place in the list of paths.
-[[maybe_unused]] inline const Path* path_of(const ort::Api* api, const ort::KernelInfo* info) {
-  constexpr int64_t MAX_PATHS = 64;
-  const int64_t place = integer(api, info, "path");
-  const Path* path = place >= 0 && place < MAX_PATHS ? path_at(static_cast<size_t>(place)) : nullptr;
-  if (path == nullptr || !path->supported()) fail(api, "tformer-kernels: this processor lacks the path");
-  return path;
-}
-
-// The activation of the attributes `activation` and `alpha`.
-[[maybe_unused]] inline Activation read_activation(const ort::Api* api, const ort::KernelInfo* info) {
-  const int64_t kind = integer(api, info, "activation");
-  if (kind < Activation::NONE || kind > Activation::SWISH) fail(api, "tformer-kernels: there is no such activation");
-  return {static_cast<Activation::Kind>(kind), number(api, info, "alpha")};
-}
-
-struct Parallel {
+// The attributes of an operator. Those of an operator of a chain have a prefix.
+struct Attributes {
   const ort::Api* api;
-  ort::KernelContext* context;
-};
+  const ort::KernelInfo* info;
+  std::string prefix;
 
-// A batch for each task: threads take tasks one by one, so that a thread which the system delays leaves its share to the others.
-[[maybe_unused]] inline void parallel_for(void* context, void (*function)(void*, size_t), size_t count, void* data) {
-  auto* parallel = static_cast<Parallel*>(context);
-  check(ort::KernelContext_ParallelFor::call(parallel->api, parallel->context, function, count, count, data));
-}
+  int64_t integer(const char* name) const {
+    int64_t value = 0;
+    check(ort::KernelInfoGetAttribute_int64::call(api, info, (prefix + name).c_str(), &value));
+    return value;
+  }
+
+  float number(const char* name) const {
+    float value = 0;
+    check(ort::KernelInfoGetAttribute_float::call(api, info, (prefix + name).c_str(), &value));
+    return value;
+  }
+
+  std::string text(const char* name) const {
+    const std::string full = prefix + name;
+    size_t size = 0;  // with the zero at the end
+    check(ort::KernelInfoGetAttribute_string::call(api, info, full.c_str(), nullptr, &size));
+    std::string value(size, '\0');
+    check(ort::KernelInfoGetAttribute_string::call(api, info, full.c_str(), value.data(), &size));
+    value.resize(size > 0 ? size - 1 : 0);
+    return value;
+  }
+
+  // The path of the attribute `path`, its place in the list of paths.
+  const Path* path() const {
+    constexpr int64_t MAX_PATHS = 64;
+    const int64_t place = integer("path");
+    const Path* found = place >= 0 && place < MAX_PATHS ? path_at(static_cast<size_t>(place)) : nullptr;
+    require(api, found != nullptr && found->supported(), "tformer-kernels: this processor lacks the path");
+    return found;
+  }
+
+  // The activation of the attributes `activation` and `alpha`.
+  Activation activation() const {
+    const int64_t kind = integer("activation");
+    require(api, kind >= Activation::NONE && kind <= Activation::SWISH, "tformer-kernels: there is no such activation");
+    return {static_cast<Activation::Kind>(kind), number("alpha")};
+  }
+};
 
 // An input; data is nullptr if it is not there. Sizes are known of at most MAX_RANK axes.
 struct Input {
@@ -91,67 +101,62 @@ struct Input {
 };
 
 // The product of all sizes but the last.
-[[maybe_unused]] inline size_t rows_of(const Input& input) {
+inline size_t rows_of(const Input& input) {
   size_t rows = 1;
   for (size_t axis = 0; axis + 1 < input.rank; axis++) rows *= input.size(axis);
   return rows;
 }
 
-// Reads the shape of a tensor. Older versions of onnxruntime copy it to the heap first, which takes 0.2 µs.
-[[maybe_unused]] inline void read_shape(const ort::Api* api, const ort::Value* value, Input& input) {
-  if (const ort::Api* newer = ort::shape_api.load(std::memory_order_relaxed)) {
-    ort::ElementType type;
-    const int64_t* sizes = nullptr;
-    check(ort::GetTensorElementTypeAndShapeDataReference::call(newer, value, &type, &sizes, &input.rank));
-    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
-    return;
-  }
-  ort::TypeAndShape* shape = nullptr;
-  check(ort::GetTensorTypeAndShape::call(api, value, &shape));
-  ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
-  if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
-  ort::ReleaseTypeAndShape::call(api, shape);
-  check(status);
+// Where an operator reads its inputs and writes its results: onnxruntime's context, or the values of a chain.
+class Operands {
+ public:
+  const ort::Api* const api;
+  ort::KernelContext* const context;  // of the operator that onnxruntime runs
+
+  Operands(const ort::Api* api, ort::KernelContext* context) : api(api), context(context) {}
+  virtual ~Operands() = default;
+
+  virtual Input input(size_t index) = 0;
+
+  // Memory for a result; nullptr if nobody reads it.
+  virtual float* output(size_t index, const int64_t* sizes, size_t rank) = 0;
+};
+
+// A batch for each task: threads take tasks one by one, so that a thread which the system delays leaves its share to the
+// others. operands: those of the operator.
+inline void parallel_for(void* operands, void (*function)(void*, size_t), size_t count, void* data) {
+  const Operands& running = *static_cast<const Operands*>(operands);
+  check(ort::KernelContext_ParallelFor::call(running.api, running.context, function, count, count, data));
 }
 
-[[maybe_unused]] inline Input read_input(const ort::Api* api, ort::KernelContext* context, size_t index) {
-  Input input;
-  const ort::Value* value = nullptr;
-  check(ort::KernelContext_GetInput::call(api, context, index, &value));
-  if (value == nullptr) return input;
-  read_shape(api, value, input);
-  void* data = nullptr;
-  check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
-  static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
-  input.data = data == nullptr ? &nothing : data;
-  return input;
+// An operator with its attributes. Several threads may run it at the same time.
+class Operator {
+ public:
+  virtual ~Operator() = default;
+  virtual void run(Operands& operands) const = 0;
+};
+
+template <class Kind>
+std::unique_ptr<Operator> make_operator(const Attributes& attributes) {
+  return std::make_unique<Kind>(attributes);
 }
 
-[[maybe_unused]] inline float* write_output(const ort::Api* api, ort::KernelContext* context, size_t index, const int64_t* sizes, size_t rank) {
-  ort::Value* value = nullptr;
-  check(ort::KernelContext_GetOutput::call(api, context, index, sizes, rank, &value));
-  if (value == nullptr) return nullptr;
-  void* data = nullptr;
-  check(ort::GetTensorMutableData::call(api, value, &data));
-  static float nothing = 0;  // for tensors without numbers, as above
-  return data == nullptr ? &nothing : static_cast<float*>(data);
-}
+// A kind of operators of float32. A chain has any number of inputs and results.
+struct OperatorKind {
+  const char* name;
+  size_t inputs, outputs;  // the first result alone must be there
+  uint32_t optional;       // bit i: input i may be missing
+  uint32_t integers;       // bit i: input i is of int32
+  bool is_chain;
+  std::unique_ptr<Operator> (*make)(const Attributes& attributes);
+};
 
-// An operator of the CPU with one input and one result of float32.
-[[maybe_unused]] inline ort::CustomOp describe_common() {
-  ort::CustomOp op{};
-  op.version = ort::API_VERSION;
-  op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-  op.GetInputType = op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::FLOAT; };
-  op.GetInputTypeCount = op.GetOutputTypeCount = [](const ort::CustomOp*) -> size_t { return 1; };
-  op.GetInputCharacteristic = op.GetOutputCharacteristic = [](const ort::CustomOp*, size_t) { return ort::REQUIRED; };
-  op.GetInputMemoryType = [](const ort::CustomOp*, size_t) { return 0; };
-  op.GetVariadicInputMinArity = op.GetVariadicInputHomogeneity = [](const ort::CustomOp*) { return 1; };
-  op.GetVariadicOutputMinArity = op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 1; };
-  op.GetStartVersion = [](const ort::CustomOp*) { return 1; };
-  op.GetEndVersion = [](const ort::CustomOp*) { return 1; };
-  return op;
-}
+extern const OperatorKind ROW_QUANTIZED_MATMUL, PACKED_MATMUL;  // product_op.cpp
+extern const OperatorKind ATTENTION, CONTEXT_ATTENTION;         // attention_op.cpp
+extern const OperatorKind NORM, GATE;                           // elementwise_op.cpp
+extern const OperatorKind CHAIN;                                // chain_op.cpp
 
-}  // namespace
+constexpr const OperatorKind* KINDS[] = {&ROW_QUANTIZED_MATMUL, &PACKED_MATMUL, &ATTENTION, &CONTEXT_ATTENTION,
+                                         &NORM, &GATE, &CHAIN};
+
 }  // namespace tformer

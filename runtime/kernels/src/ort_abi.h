@@ -23,8 +23,8 @@ struct KernelContext;
 struct TypeAndShape;
 
 enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2 };
-enum ElementType : int { FLOAT = 1, INT32 = 6 };
-enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1 };
+enum ElementType : int { ANY = 0, FLOAT = 1, INT32 = 6 };
+enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
 struct Api {
   const void* functions[415];  // version 18 has the first 285
@@ -58,6 +58,8 @@ using GetDimensions = Function<62, Status*, const TypeAndShape*, int64_t*, size_
 using GetTensorTypeAndShape = Function<65, Status*, const Value*, TypeAndShape**>;
 using KernelInfoGetAttribute_float = Function<85, Status*, const KernelInfo*, const char*, float*>;
 using KernelInfoGetAttribute_int64 = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
+using KernelInfoGetAttribute_string =
+    Function<87, Status*, const KernelInfo*, const char*, char*, size_t*>;
 using KernelContext_GetInput = Function<90, Status*, const KernelContext*, size_t, const Value**>;
 using KernelContext_GetOutput = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
 using ReleaseStatus = Function<93, void, Status*>;

@@ -6,8 +6,8 @@ Without the library, or on a processor that it has no path for, files run as the
 docs/design/kernels.md#native-kernels.
 
 The environment variable TFORMER_KERNELS chooses: `0` for no kernels; the name of a path, which then computes all
-operators that the kernels know, if the processor has it; `products`, alone or after a path and a comma, to leave all
-but products to onnxruntime.
+operators that the kernels know, if the processor has it; `products` to leave all but products to onnxruntime; `apart`
+to run each operator by itself, which has the same results. Several of them have commas between them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from tformer_runtime.rewriting.stored_weights import read_rows_of_6_bits
 logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
-OFF, PRODUCTS_ALONE = "0", "products"
-VERSION = 5  # of the library's functions and operator
+OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
+VERSION = 6  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -65,6 +65,7 @@ class NativeKernels:
     path: name of the path, such as "avx512vnni".
     bits: bits of the weights that it multiplies.
     attention_path: the place of the path in the library; None if attention is left to onnxruntime.
+    makes_chains: whether operators may become chains.
     paths: the names of all paths that this processor has.
     """
 
@@ -75,10 +76,11 @@ class NativeKernels:
         path: str,
         bits: tuple[int, ...],
         attention_path: int | None,
+        makes_chains: bool,
         paths: Sequence[str],
     ) -> None:
         self.file, self.path, self.bits, self.paths = file, path, bits, tuple(paths)
-        self.attention_path = attention_path
+        self.attention_path, self.makes_chains = attention_path, makes_chains
         pointer, integer, size, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32
         self._pack8, self._pack4 = library.tformer_kernels_pack8, library.tformer_kernels_pack4
         self._release = library.tformer_kernels_release
@@ -160,16 +162,18 @@ class LoadingProducts:
             if handle is not None:
                 self.kernels.release(handle)
 
-    def rewrite(self, model: bytes, folder: Path, is_float32: bool = True) -> bytes:
+    def rewrite(self, model: bytes, folder: Path, is_float32: bool = True, makes_chains: bool = False) -> bytes:
         """Return the model with operators of the kernels, if `count` or `attentions` is more than 0 then.
 
         is_float32: whether the model's floats are float32.
+        makes_chains: whether operators may become chains, which onnxruntime cannot stop in the middle.
 
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
         pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
         path = self.kernels.attention_path if is_float32 else None
-        rewritten = replace_products(model, folder, self._pack, pack_float, path)
+        makes_chains = makes_chains and self.kernels.makes_chains
+        rewritten = replace_products(model, folder, self._pack, pack_float, path, makes_chains)
         model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
@@ -242,13 +246,14 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
         logger.info("native kernels: %s cannot be loaded: %s", file, error)
         return None
     parts = [part for part in wanted.split(",") if part]
-    chosen = [part for part in parts if part != PRODUCTS_ALONE]
+    chosen = [part for part in parts if part not in (PRODUCTS_ALONE, APART)]
     path = chosen[0] if chosen else next(iter(places))
     bits = ALL_BITS if chosen else BITS_OF_PATH.get(path, ())
     if path not in places or len(chosen) > 1 or not bits:
         return None
     has_attention = PRODUCTS_ALONE not in parts and (bool(chosen) or path in ATTENTION_PATHS)
-    return NativeKernels(library, file, path, bits, places[path] if has_attention else None, list(places))
+    attention_path = places[path] if has_attention else None
+    return NativeKernels(library, file, path, bits, attention_path, APART not in parts, list(places))
 
 
 def _supported_paths(library: ctypes.CDLL) -> dict[str, int]:

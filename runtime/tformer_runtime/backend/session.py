@@ -320,7 +320,9 @@ class Session:
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
-                model = products.rewrite(model, folder, self.manifest.precision == "fp32")
+                stops_within_runs = self.max_run_seconds is not None or has_loops(model)
+                is_float32 = self.manifest.precision == "fp32"
+                model = products.rewrite(model, folder, is_float32, makes_chains=not stops_within_runs)
                 self._kernels = kernels if products.count or products.attentions else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None

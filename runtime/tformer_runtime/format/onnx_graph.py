@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from tformer_runtime.format.onnx_fields import (
     ATTRIBUTE_TYPE_FLOAT,
     ATTRIBUTE_TYPE_GRAPH,
     ATTRIBUTE_TYPE_INT,
+    ATTRIBUTE_TYPE_STRING,
     DATA_TYPE_FLOAT,
     DATA_TYPE_INT8,
     DATA_TYPE_INT32,
@@ -129,6 +130,10 @@ class Node:
                     found[name] = number
         return found
 
+    def number_attributes(self) -> dict[str, int | float]:
+        """Return the attributes that are numbers."""
+        return {name: value for name, value in self.attributes().items() if isinstance(value, int | float)}
+
     def attribute_names(self) -> list[str]:
         """Return the names of all attributes."""
         attributes = (value.content for value in iter_fields(self.encoded) if value.number == NODE_ATTRIBUTE)
@@ -212,18 +217,21 @@ def parse_model(model: bytes) -> OnnxModel:
 
 
 def new_node(
-    op_type: str, domain: str, inputs: list[str], outputs: list[str], attributes: dict[str, int | float]
+    op_type: str, domain: str, inputs: list[str], outputs: list[str], attributes: Mapping[str, int | float | str]
 ) -> Node:
-    """Return a node with attributes that are numbers."""
+    """Return a node with attributes that are numbers and texts."""
     parts = [bytes_field(NODE_INPUT, name.encode()) for name in inputs]
     parts += [bytes_field(NODE_OUTPUT, name.encode()) for name in outputs]
     parts += [bytes_field(NODE_OP_TYPE, op_type.encode()), bytes_field(NODE_DOMAIN, domain.encode())]
-    for name, number in attributes.items():
+    for name, value in attributes.items():
         content = bytes_field(ATTRIBUTE_NAME, name.encode())
-        if isinstance(number, int):
-            content += varint_field(ATTRIBUTE_I, number) + varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_INT)
+        if isinstance(value, int):
+            content += varint_field(ATTRIBUTE_I, value) + varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_INT)
+        elif isinstance(value, str):
+            content += bytes_field(ATTRIBUTE_S, value.encode())
+            content += varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_STRING)
         else:
-            content += tag(ATTRIBUTE_F, FIXED32) + struct.pack("<f", number)
+            content += tag(ATTRIBUTE_F, FIXED32) + struct.pack("<f", value)
             content += varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_FLOAT)
         parts.append(bytes_field(NODE_ATTRIBUTE, content))
     return Node(op_type, domain, list(inputs), list(outputs), b"".join(parts))

@@ -13,7 +13,9 @@ import numpy as np
 
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, new_node, rename_values, tensor_array
 from tformer_runtime.format.weight_files import WeightFiles
-from tformer_runtime.rewriting.quantized_product import CONTRIB
+from tformer_runtime.rewriting.float_product import find_constant
+from tformer_runtime.rewriting.quantized_product import CONTRIB, Readers
+from tformer_runtime.rewriting.stored_weights import is_operator
 
 ATTENTION, CONTEXT_ATTENTION = "GroupQueryAttention", "MultiHeadAttention"
 NATIVE_ATTENTION, NATIVE_CONTEXT_ATTENTION = "Attention", "ContextAttention"
@@ -55,7 +57,7 @@ def _over_a_context(node: Node, domain: str, path: int) -> Node | None:
     query, key, value, *others, bias = inputs
     if any(others) or not (query and key and value):
         return None
-    attributes = {"path": path, "heads": settings["num_heads"], "scale": settings["scale"]}
+    attributes = {"path": path, "heads": settings["num_heads"], "scale": settings["scale"], "shared": 0}
     return new_node(NATIVE_CONTEXT_ATTENTION, domain, [query, key, value, bias], node.outputs, attributes)
 
 
@@ -90,6 +92,58 @@ def _over_a_cache(
         "interleaved": settings["rotary_interleaved"],
     }
     return new_node(NATIVE_ATTENTION, domain, inputs, outputs, attributes)
+
+
+def share_contexts(graph: Graph, files: WeightFiles, model_inputs: set[str], domain: str) -> None:
+    """Remove the reshapes around each native attention over a context, and the expansion of its bias.
+
+    `tformer_export/passes/shared_encoder_context.py` has put them there, so that rows may share a context. The native
+    operator divides the queries among the rows of keys itself: as no other shape of the queries fits the keys, any
+    reshape before it does the same. Its bias may be the same for all queries.
+
+    model_inputs, domain: as of `find_attention`.
+    """
+    readers = Readers(graph)
+    new_nodes: dict[int, Node | None] = {}
+    for node in graph.nodes:
+        if node.op_type != NATIVE_CONTEXT_ATTENTION or node.domain != domain:
+            continue
+        merged, key, value, bias = node.inputs
+        merge, split = graph.producers.get(merged), readers.only_reader(node.outputs[0])
+        if (
+            merge is None
+            or split is None
+            or not (is_operator(merge, "Reshape", 2) and is_operator(split, "Reshape", 2))
+        ):
+            continue
+        query, size = merge.inputs[0], graph.producers.get(split.inputs[1])
+        if size is None or not _is_whole_shape(size, query):
+            continue
+        inputs = [query, key, value, _unexpanded(graph, bias, files, model_inputs)]
+        attributes = {**node.number_attributes(), "shared": 1}
+        new_nodes[id(node)] = new_node(NATIVE_CONTEXT_ATTENTION, domain, inputs, split.outputs, attributes)
+        new_nodes[id(split)] = None
+    graph.nodes = [new for node in graph.nodes if (new := new_nodes.get(id(node), node)) is not None]
+    graph.index()
+
+
+def _is_whole_shape(node: Node, name: str) -> bool:
+    """Return whether a node computes the sizes of all axes of a value."""
+    return is_operator(node, "Shape", 1) and node.inputs[0] == name and node.attributes() in ({}, {"start": 0})
+
+
+def _unexpanded(graph: Graph, bias: str, files: WeightFiles, model_inputs: set[str]) -> str:
+    """Return the name of a bias before it was repeated for all queries; the name itself for any other bias."""
+    expansion = graph.producers.get(bias)
+    if expansion is None or not is_operator(expansion, "Expand", 2):
+        return bias
+    shape = graph.producers.get(expansion.inputs[1])
+    if shape is None or shape.op_type != "Concat" or shape.domain or len(shape.inputs) != 3:
+        return bias
+    ones = [find_constant(graph, shape.inputs[i], np.int64, model_inputs) for i in (0, 2)]
+    arrays = [tensor_array(tensor, files.read) if tensor is not None else None for tensor in ones]
+    lengths = [len(a) if a is not None and a.ndim == 1 and (a == 1).all() else 0 for a in arrays]
+    return expansion.inputs[0] if lengths == [2, 1] else bias
 
 
 def merge_branches(graph: Graph, domain: str) -> None:

@@ -20,9 +20,16 @@ from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
 from tformer_runtime.format.weight_files import WeightFiles
-from tformer_runtime.rewriting.attention_rewrite import ATTENTION, CONTEXT_ATTENTION, find_attention, merge_branches
+from tformer_runtime.rewriting.attention_rewrite import (
+    ATTENTION,
+    CONTEXT_ATTENTION,
+    find_attention,
+    merge_branches,
+    share_contexts,
+)
 from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, ElementwiseRewriting
 from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
+from tformer_runtime.rewriting.operator_chain import make_chains
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
 from tformer_runtime.rewriting.stored_weights import is_operator
 
@@ -57,6 +64,7 @@ def replace_products(
     pack: Packer,
     pack_float: FloatPacker | None = None,
     attention_path: int | None = None,
+    makes_chains: bool = False,
 ) -> Rewritten:
     """Return a model whose products are operators of native kernels, and its attentions.
 
@@ -65,6 +73,7 @@ def replace_products(
     pack_float: None to leave float32 products to onnxruntime.
     attention_path: the place of the path that computes all but products in the library; None to leave it to
         onnxruntime. The model's floats are float32 then.
+    makes_chains: whether operators that follow each other become one (`operator_chain`).
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
@@ -74,7 +83,7 @@ def replace_products(
     if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
         return Rewritten(model)  # without parsing it
     try:
-        return _rewritten(model, folder, pack, pack_float, attention_path)
+        return _rewritten(model, folder, pack, pack_float, attention_path, makes_chains)
     except ModelFileError:
         raise
     except DAMAGE:
@@ -82,7 +91,12 @@ def replace_products(
 
 
 def _rewritten(
-    model: bytes, folder: Path, pack: Packer, pack_float: FloatPacker | None, attention_path: int | None
+    model: bytes,
+    folder: Path,
+    pack: Packer,
+    pack_float: FloatPacker | None,
+    attention_path: int | None,
+    makes_chains: bool,
 ) -> Rewritten:
     """Do as `replace_products` does, for a model that has products or attentions."""
     parsed = parse_model(model)
@@ -97,6 +111,8 @@ def _rewritten(
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
+        for graph in graphs:
+            share_contexts(graph, files, parsed.graph.input_names(), DOMAIN)
         elementwise = sum(replacement.replace_elementwise(graph) for graph in graphs)
     if not products and not attentions:
         return Rewritten(model)
@@ -106,6 +122,9 @@ def _rewritten(
     for graph in list(parsed.graph.all_graphs()):
         _remove_few_rows_branches(graph)
     remove_unread(parsed.graph)  # what the branches for few rows alone have read
+    if makes_chains:
+        for graph in list(_without_loops(parsed.graph)):
+            make_chains(graph, DOMAIN)
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
     return Rewritten(parsed.encode(), products, attentions, elementwise)

@@ -1,0 +1,79 @@
+"""Chains: native operators that run one after the other become one operator.
+
+onnxruntime takes about half a microsecond for each operator, and a step of a small model has a hundred of them. The
+library runs the operators of a chain itself (`runtime/kernels/src/chain_op.cpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tformer_runtime.format.onnx_graph import Graph, Node, new_node
+
+CHAIN = "Chain"
+MAX_CHAIN = 4096  # operators; the library reads a chain in time that is linear in them
+
+
+def make_chains(graph: Graph, domain: str) -> int:
+    """Replace the native operators of a graph by chains, without its branches. Return the number of chains.
+
+    domain: of the native operators.
+
+    Operators may be in one chain if no other operator stands on a path between them. So each value gets a wave: the
+    greatest number of changes from a native operator to another one on a path to it. The native operators of a wave
+    are a chain. It runs after the other operators of its wave, which only read values of earlier chains.
+    """
+    waves: dict[str, tuple[int, bool]] = {}  # value → its wave, and whether a native operator computes it
+    by_wave: dict[int, tuple[list[Node], list[Node]]] = {}  # wave → other operators, native ones
+    for node in graph.nodes:
+        is_native = node.domain == domain
+        read = [waves[name] for name in node.names_read() if name in waves]
+        wave = max((wave + (from_native and not is_native) for wave, from_native in read), default=0)
+        waves |= dict.fromkeys(node.outputs, (wave, is_native))
+        by_wave.setdefault(wave, ([], []))[is_native].append(node)
+    read_elsewhere = _readers(graph)
+    nodes, count = [], 0
+    for _, (others, natives) in sorted(by_wave.items()):
+        nodes += others
+        for begin in range(0, len(natives), MAX_CHAIN):
+            members = natives[begin : begin + MAX_CHAIN]
+            if len(members) > 1:
+                members, count = [_chain(members, domain, read_elsewhere)], count + 1
+            nodes += members
+    graph.nodes = nodes
+    graph.index()
+    return count
+
+
+def _readers(graph: Graph) -> dict[str, set[int]]:
+    """Return value → the identities of the nodes that read it, with 0 for the outputs of the graph."""
+    readers: dict[str, set[int]] = {name: {0} for name in graph.outputs}
+    for node in graph.nodes:
+        for name in node.names_read():
+            readers.setdefault(name, set()).add(id(node))
+    return readers
+
+
+def _chain(members: list[Node], domain: str, readers: dict[str, set[int]]) -> Node:
+    """Return the operator that runs the members in their order. readers: of each value of the graph."""
+    own = {id(node) for node in members}
+    computed = [name for node in members for name in node.outputs if name]
+    results = [name for name in computed if not readers.get(name, set()) <= own]
+    computed_names, result_names = set(computed), set(results)
+    inputs = [*dict.fromkeys(n for node in members for n in node.inputs if n and n not in computed_names)]
+    between = [name for name in computed if name not in result_names]
+    numbers = {name: str(i) for i, name in enumerate([*inputs, *results, *between])}
+    numbers[""] = "-"
+
+    def places(names: Iterable[str]) -> list[str]:
+        return [numbers[name] for name in names]
+
+    lines: list[str] = []
+    attributes: dict[str, int | float] = {}
+    for i, node in enumerate(members):
+        lines.append(" ".join([node.op_type, *places(node.inputs), ">", *places(node.outputs)]))
+        attributes |= {f"{i}.{name}": value for name, value in node.number_attributes().items()}
+    program: dict[str, int | float | str] = {
+        "inputs": len(inputs), "outputs": len(results), "program": "\n".join(lines),
+    }  # fmt: skip
+    return new_node(CHAIN, domain, inputs, results, {**program, **attributes})
