@@ -1,7 +1,7 @@
 // Chain (values…) → (results…) in the domain ai.tformer: operators of this library that run one after the other, without
 // onnxruntime between them, which takes half a microsecond for each operator.
 //
-// Attributes: `inputs` and `outputs`, the numbers of the chain's own inputs and results; `program`, a line for each operator:
+// Attributes: `input_count` and `output_count`, the numbers of the chain's own inputs and results; `program`, a line for each operator:
 //
 //   Norm 0 - 3 4 > 7 8
 //
@@ -65,7 +65,7 @@ struct Step {
 class Chain final : public Operator {
  public:
   explicit Chain(const Attributes& attributes) : pool(SlotPool::shared()) {
-    const int64_t given_inputs = attributes.integer("inputs"), given_outputs = attributes.integer("outputs");
+    const int64_t given_inputs = attributes.integer("input_count"), given_outputs = attributes.integer("output_count");
     const int64_t most = MAX_VALUES / 2;
     require(attributes.api, given_inputs >= 0 && given_inputs <= most && given_outputs >= 0 && given_outputs <= most,
             "tformer-kernels: a chain has too many inputs or results");
@@ -81,6 +81,11 @@ class Chain final : public Operator {
   }
 
   void run(Operands& operands) const override {
+    size_t given = 0, wanted = 0;
+    check(ort::KernelContext_GetInputCount::call(operands.api, operands.context, &given));
+    check(ort::KernelContext_GetOutputCount::call(operands.api, operands.context, &wanted));
+    require(operands.api, given >= inputs && wanted >= results,
+            "tformer-kernels: the node of a chain has fewer inputs or results than its program");
     Run run{*this, operands, std::vector<Input>(values), pool->take()};
     if (run.slots->size() < slot_count) run.slots->resize(slot_count);
     for (const Step& step : steps) {

@@ -60,6 +60,8 @@ using KernelInfoGetAttribute_float = Function<85, Status*, const KernelInfo*, co
 using KernelInfoGetAttribute_int64 = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
 using KernelInfoGetAttribute_string =
     Function<87, Status*, const KernelInfo*, const char*, char*, size_t*>;
+using KernelContext_GetInputCount = Function<88, Status*, const KernelContext*, size_t*>;
+using KernelContext_GetOutputCount = Function<89, Status*, const KernelContext*, size_t*>;
 using KernelContext_GetInput = Function<90, Status*, const KernelContext*, size_t, const Value**>;
 using KernelContext_GetOutput = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
 using ReleaseStatus = Function<93, void, Status*>;

@@ -74,6 +74,6 @@ def _chain(members: list[Node], domain: str, readers: dict[str, set[int]]) -> No
         lines.append(" ".join([node.op_type, *places(node.inputs), ">", *places(node.outputs)]))
         attributes |= {f"{i}.{name}": value for name, value in node.number_attributes().items()}
     program: dict[str, int | float | str] = {
-        "inputs": len(inputs), "outputs": len(results), "program": "\n".join(lines),
+        "input_count": len(inputs), "output_count": len(results), "program": "\n".join(lines),
     }  # fmt: skip
     return new_node(CHAIN, domain, inputs, results, {**program, **attributes})
