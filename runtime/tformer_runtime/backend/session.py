@@ -237,6 +237,8 @@ class Session:
 
     def _raw_buffer(self, name: str, tensor: Any, rows: int | None) -> tuple[Any, ...] | None:
         """Return device, number of the device, type, shape and address of a tensor that must be bound by address."""
+        if rows is None and name not in self._bfloat16_names:  # frequent, and these calls are slow
+            return None
         shape = tensor.shape()
         dtype = DATA_TYPE_BFLOAT16 if name in self._bfloat16_names else tensor.element_type()
         if rows is not None and rows != shape[0]:
