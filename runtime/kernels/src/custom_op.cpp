@@ -1,6 +1,5 @@
 // The operators as onnxruntime sees them, in the domain ai.tformer, and their registration.
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 
@@ -9,23 +8,6 @@
 
 namespace tformer {
 namespace {
-
-// Reads the shape of a tensor. Older versions of onnxruntime copy it to the heap first, which takes 0.2 µs.
-void read_shape(const ort::Api* api, const ort::Value* value, Input& input) {
-  if (const ort::Api* newer = ort::shape_api.load(std::memory_order_relaxed)) {
-    ort::ElementType type;
-    const int64_t* sizes = nullptr;
-    check(ort::GetTensorElementTypeAndShapeDataReference::call(newer, value, &type, &sizes, &input.rank));
-    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
-    return;
-  }
-  ort::TypeAndShape* shape = nullptr;
-  check(ort::GetTensorTypeAndShape::call(api, value, &shape));
-  ort::Status* status = ort::GetDimensionsCount::call(api, shape, &input.rank);
-  if (status == nullptr && input.rank <= MAX_RANK) status = ort::GetDimensions::call(api, shape, input.sizes, input.rank);
-  ort::ReleaseTypeAndShape::call(api, shape);
-  check(status);
-}
 
 class ContextOperands final : public Operands {
  public:
@@ -36,7 +18,10 @@ class ContextOperands final : public Operands {
     const ort::Value* value = nullptr;
     check(ort::KernelContext_GetInput::call(api, context, index, &value));
     if (value == nullptr) return input;
-    read_shape(api, value, input);
+    ort::ElementType type;
+    const int64_t* sizes = nullptr;
+    check(ort::GetTensorElementTypeAndShapeDataReference::call(api, value, &type, &sizes, &input.rank));
+    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
     void* data = nullptr;
     check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
     static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
@@ -111,13 +96,6 @@ CustomOp describe(const OperatorKind& kind) {
 
 std::atomic<bool> registered{false};
 
-// The second number of onnxruntime's version, which is the newest version of its API; 0 if there is none. An older
-// onnxruntime that is asked for a newer API writes to standard error.
-unsigned minor_version(const ort::ApiBase* base) {
-  unsigned major = 0, minor = 0;
-  return std::sscanf(base->GetVersionString(), "%u.%u", &major, &minor) == 2 && major == 1 ? minor : 0;
-}
-
 // Whether the table's functions are where this library expects them, as far as calls without side effects show.
 bool check_api(const ort::Api* api) {
   ort::Status* status = ort::CreateStatus::call(api, ort::INVALID_ARGUMENT, "tformer");
@@ -152,7 +130,6 @@ TFORMER_EXPORT tformer::ort::Status* RegisterCustomOps(tformer::ort::SessionOpti
   using namespace tformer;
   const ort::Api* api = base->GetApi(ort::API_VERSION);
   if (api == nullptr || !check_api(api)) return nullptr;
-  if (minor_version(base) >= ort::SHAPE_API_VERSION) ort::shape_api = base->GetApi(ort::SHAPE_API_VERSION);
   static ort::CustomOpDomain* const domain = make_domain(api);
   if (domain == nullptr) return nullptr;
   registered = true;

@@ -1,18 +1,16 @@
 // The part of onnxruntime's C API that this library calls, declared by itself. The API is a table of functions in a fixed
 // order, to which new versions only append; a number below is a function's place in it. Checked against
-// include/onnxruntime/core/session/onnxruntime_c_api.h with ORT_API_VERSION 29, run with onnxruntime 1.23.2 and 1.31.1,
+// include/onnxruntime/core/session/onnxruntime_c_api.h with ORT_API_VERSION 29, run with onnxruntime 1.30.0, 1.31.1 and 1.32.0,
 // and compared with the installed onnxruntime by `check_api` whenever the library is registered. ORT_API_CALL is empty on
 // all 64-bit systems.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
 namespace tformer::ort {
 
-constexpr uint32_t API_VERSION = 18;  // onnxruntime 1.18; KernelContext_ParallelFor is from 1.17
-constexpr uint32_t SHAPE_API_VERSION = 24;  // of GetTensorElementTypeAndShapeDataReference
+constexpr uint32_t API_VERSION = 24;  // onnxruntime 1.24, the first with GetTensorElementTypeAndShapeDataReference
 
 struct Status;
 struct Value;
@@ -20,18 +18,14 @@ struct SessionOptions;
 struct CustomOpDomain;
 struct KernelInfo;
 struct KernelContext;
-struct TypeAndShape;
 
 enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2 };
 enum ElementType : int { ANY = 0, FLOAT = 1, INT32 = 6 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
 struct Api {
-  const void* functions[415];  // version 18 has the first 285
+  const void* functions[415];
 };
-
-// The table of SHAPE_API_VERSION; nullptr if this onnxruntime is older.
-inline std::atomic<const Api*> shape_api{nullptr};
 
 struct ApiBase {
   const Api* (*GetApi)(uint32_t version);
@@ -53,9 +47,6 @@ using CreateCustomOpDomain = Function<26, Status*, const char*, CustomOpDomain**
 using CustomOpDomain_Add = Function<27, Status*, CustomOpDomain*, const struct CustomOp*>;
 using AddCustomOpDomain = Function<28, Status*, SessionOptions*, CustomOpDomain*>;
 using GetTensorMutableData = Function<51, Status*, Value*, void**>;
-using GetDimensionsCount = Function<61, Status*, const TypeAndShape*, size_t*>;
-using GetDimensions = Function<62, Status*, const TypeAndShape*, int64_t*, size_t>;
-using GetTensorTypeAndShape = Function<65, Status*, const Value*, TypeAndShape**>;
 using KernelInfoGetAttribute_float = Function<85, Status*, const KernelInfo*, const char*, float*>;
 using KernelInfoGetAttribute_int64 = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
 using KernelInfoGetAttribute_string =
@@ -65,7 +56,6 @@ using KernelContext_GetOutputCount = Function<89, Status*, const KernelContext*,
 using KernelContext_GetInput = Function<90, Status*, const KernelContext*, size_t, const Value**>;
 using KernelContext_GetOutput = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
 using ReleaseStatus = Function<93, void, Status*>;
-using ReleaseTypeAndShape = Function<99, void, TypeAndShape*>;
 using KernelContext_ParallelFor =
     Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 using GetTensorElementTypeAndShapeDataReference =

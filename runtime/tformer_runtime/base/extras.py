@@ -7,7 +7,7 @@ from typing import Any
 
 from tformer_runtime.base.errors import MissingExtraError
 
-MIN_ONNXRUNTIME = 24  # 1.24 is the first that knows the operators of opset 24
+MIN_ONNXRUNTIME = 30  # 1.30 is the first that has all operators of files, such as attention that is not causal
 
 
 def import_optional(name: str, purpose: str, extra: str) -> Any:

@@ -14,14 +14,14 @@ from tformer_runtime.base.extras import MIN_ONNXRUNTIME, import_onnxruntime
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("version", ["1.23.2", "1.9.0"])
+@pytest.mark.parametrize("version", ["1.29.1", "1.9.0"])
 def test_old_onnxruntime_is_named(version, monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", version)
     with pytest.raises(MissingExtraError, match=rf"onnxruntime {version} is installed.*pip install --upgrade"):
         import_onnxruntime()
 
 
-@pytest.mark.parametrize("version", [onnxruntime.__version__, "1.24.0", "1.124.0.dev20261101", "2.0.0", "2.0", "unknown"])
+@pytest.mark.parametrize("version", [onnxruntime.__version__, "1.30.0", "1.130.0.dev20261101", "2.0.0", "2.0", "unknown"])
 def test_later_onnxruntime_is_taken(version, monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", version)
     assert import_onnxruntime() is onnxruntime
