@@ -21,7 +21,9 @@ def test_old_onnxruntime_is_named(version, monkeypatch):
         import_onnxruntime()
 
 
-@pytest.mark.parametrize("version", [onnxruntime.__version__, "1.30.0", "1.130.0.dev20261101", "2.0.0", "2.0", "unknown"])
+@pytest.mark.parametrize(
+    "version", [onnxruntime.__version__, "1.30.0", "1.130.0.dev20261101", "2.0.0", "2.0", "unknown"]
+)
 def test_later_onnxruntime_is_taken(version, monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", version)
     assert import_onnxruntime() is onnxruntime
