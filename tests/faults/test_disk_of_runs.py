@@ -15,7 +15,8 @@ from support.toy_models import Toy
 from faults.processes import RUN, Action, Fault, Forks, check_sentence
 
 OPTIONS = ["--max-new-tokens", 4, "--batch-size", 2, "--device", "cpu", "--quiet"]
-LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 7)) for i in range(24)]  # in twelve batches: each kind of call comes several times
+# Twelve batches, so that each kind of call comes several times.
+LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 7)) for i in range(24)]
 BEFORE = "an earlier result\n"
 LEFT = {"out", "out.part", "out.part.json", "out.part.json.new"}  # files that a failed run may leave
 DISKS = {
