@@ -16,6 +16,7 @@ settings.load_profile("suite")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything: read when huggingface_hub is imported
 # One thread of OpenMP for each process, read when torch is imported: two on one core take five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+YOUNG_OBJECTS = 10_000  # before a collection: an export makes 600,000, and Python would collect 800 times
 
 
 def pytest_configure() -> None:
@@ -26,6 +27,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.set_threshold(YOUNG_OBJECTS)
     _freeze_objects()
 
 

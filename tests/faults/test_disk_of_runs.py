@@ -15,7 +15,8 @@ from support.toy_models import Toy
 from faults.processes import RUN, Action, Fault, Forks, check_sentence
 
 OPTIONS = ["--max-new-tokens", 4, "--batch-size", 2, "--device", "cpu", "--quiet"]
-LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 7)) for i in range(40)]
+# Twelve batches, so that each kind of call comes several times.
+LINES = ["".join(random.Random(i).choices("abcxyz", k=1 + i % 7)) for i in range(24)]
 BEFORE = "an earlier result\n"
 LEFT = {"out", "out.part", "out.part.json", "out.part.json.new"}  # files that a failed run may leave
 DISKS = {
@@ -87,7 +88,7 @@ def killed(forks, model, inputs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     (folder / "out").write_text(BEFORE)
     arguments = [model, "--input-file", inputs, *OPTIONS, "--force", "--output-file", folder / "out"]
-    assert forks.run(folder, *arguments, fault=Fault(22, Action.KILL)).status == -signal.SIGKILL
+    assert forks.run(folder, *arguments, fault=Fault(16, Action.KILL)).status == -signal.SIGKILL
     assert 0 < json.loads((folder / "out.part.json").read_text())["progress"]["inputs"] < len(LINES)
     return folder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import pytest
 import torch
 from filelock import FileLock
 from support.families import BY_NAME, END, MAX_LENGTH, PAD, START, Family
+from support.shared_analysis import analyse_once
 from support.shared_folder import shared_folder
 
 import tformer_export.build as build
 from tformer_export import ExportReport, Quantization, export
 from tformer_export.compile import AnalysedModel
-from tformer_export.sources import Source
 from tformer_runtime import Model
 from tformer_runtime.engine.engine import Engine
 
@@ -43,7 +43,7 @@ CPU_FORM_NAME = "on_cpu.onnx"  # the gate runs this form of a file in half preci
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
     """Return a function that returns the exported file of a family for a target, a quantisation and options."""
     exports_by_key: dict[tuple[str, str, str, str], Exported] = {}
-    analysed_models: dict[tuple[object, ...], AnalysedModel] = {}
+    analysed_models: dict[Hashable, AnalysedModel] = {}
     folder_of_run = shared_folder(tmp_path_factory)
 
     def get(
@@ -71,7 +71,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exporter:
                         patch.setattr(
                             build,
                             "analyse",
-                            _analyse_once(name, repr(options_of_test.get("extra_outputs")), analysed_models),
+                            analyse_once((name, repr(options_of_test.get("extra_outputs"))), analysed_models),
                         )
                         patch.setattr(build, "save", _save_with_cpu_form(partial_export))
                         # The tests read the CPU form of a file. On a machine with a GPU the gate would not make it.
@@ -101,32 +101,6 @@ def _save_with_cpu_form(folder: Path) -> Callable[..., Path]:
         return saved_path
 
     return save
-
-
-def _analyse_once(
-    name: str, extra_outputs: str, analysed_models: dict[tuple[object, ...], AnalysedModel]
-) -> Callable[..., AnalysedModel]:
-    """Return an `analyse` that captures a family's graph once for all its files."""
-    original = build.analyse
-
-    def analyse(
-        source: Source,
-        target: str,
-        length: int,
-        phase: Any,
-        cross_attentions: Any,
-        submodules: Any,
-        half: bool,
-        attentions: bool,
-    ) -> AnalysedModel:
-        key = name, length, extra_outputs, repr(submodules), attentions
-        if key not in analysed_models:
-            analysed_models[key] = original(
-                source, target, length, phase, cross_attentions, submodules, half, attentions
-            )
-        return replace(analysed_models[key], target=target, half=half)
-
-    return analyse
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,6 @@ from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.capture.graph_cleanup import clean_graph
 from tformer_export.capture.masked_writes import masked_writes
 from tformer_export.capture.row_iteration import rows_joined
-from tformer_export.capture.size_arithmetic import size_arithmetic_kept
 from tformer_export.capture.trace_errors import (
     SizeWatch,
     explain_fixed,
@@ -48,6 +47,7 @@ from tformer_export.capture.trace_patches import (
     functions_of_sizes,
     functions_with_free_sizes,
     lines_of_helpers_recorded,
+    repeated_work_left_out,
     rows_left,
     small_constants_known,
 )
@@ -409,7 +409,7 @@ def _trace(
         masked_writes(),
         rows_left(),
         lines_of_helpers_recorded(),
-        size_arithmetic_kept(),
+        repeated_work_left_out(),
         small_constants_known(),
     ):
         warnings.simplefilter("ignore")

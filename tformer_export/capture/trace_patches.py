@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.fx import proxy as tracing
 from torch.fx.experimental import proxy_tensor
 from torch.fx.proxy import TracerBase
 
+from tformer_export.capture.size_arithmetic import size_arithmetic_kept
 from tformer_export.common.source_lines import is_users_file
 
 ROOT = 0.5
@@ -251,16 +253,53 @@ _is_users_file = functools.lru_cache(is_users_file)
 
 @contextmanager
 def results_not_described() -> Iterator[None]:
-    """Patch a trace that computes with numbers: its nodes do not describe their results.
+    """Patch a trace that computes with numbers: its nodes describe neither their results nor the weights they read.
 
     For each description of a tensor with numbers torch makes a mode, which keeps the stack, and an empty tensor.
     """
-    original = proxy_tensor.set_meta
+    set_meta, extract_val = proxy_tensor.set_meta, proxy_tensor.extract_val
     proxy_tensor.set_meta = lambda proxy, val: proxy
+    proxy_tensor.extract_val = lambda val, include_real=False: None
     try:
         yield
     finally:
-        proxy_tensor.set_meta = original
+        proxy_tensor.set_meta, proxy_tensor.extract_val = set_meta, extract_val
+
+
+@contextmanager
+def repeated_work_left_out() -> Iterator[None]:
+    """Patch what a trace does many times with the same result, in most of the time of an export."""
+    with size_arithmetic_kept(), kept_results_not_made_again():
+        yield
+
+
+@contextmanager
+def kept_results_not_made_again() -> Iterator[None]:
+    """Patch what torch does when it keeps the result of an operation on tensors without data, for equal calls later.
+
+    It makes the result again from what it kept, and compares the dispatch keys of both. With free sizes this takes as
+    long as the operation, and the keys are equal: a trace for an export has no gradients and no kinds of tensors whose
+    keys differ. torch notes no condition on a size meanwhile, so that none is missed.
+    """
+    mode: Any = fake_tensor.FakeTensorMode
+    describe, make = mode._get_output_info_for_cache_entry, mode._output_from_cache_entry
+    described = threading.local()  # other threads may trace as well
+
+    def describe_only(*arguments: Any) -> Any:
+        described.result = arguments[-1]
+        try:
+            return describe(*arguments)
+        finally:
+            del described.result
+
+    def make_or_give(*arguments: Any) -> Any:
+        return described.result if hasattr(described, "result") else make(*arguments)
+
+    mode._get_output_info_for_cache_entry, mode._output_from_cache_entry = describe_only, make_or_give
+    try:
+        yield
+    finally:
+        mode._get_output_info_for_cache_entry, mode._output_from_cache_entry = describe, make
 
 
 @contextmanager

@@ -17,11 +17,16 @@ from onnxscript.rewriter import _pattern_ir
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from tformer_export.capture.equal_sizes import equal_sizes_known
-from tformer_export.capture.size_arithmetic import size_arithmetic_kept
+from tformer_export.capture.trace_patches import repeated_work_left_out
 from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
 from tformer_export.common.fx_nodes import source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
+from tformer_export.lowering.torch_onnx_patches import (
+    lacks_a_form,
+    operator_table_kept,
+    programs_not_decomposed,
+    traced_results_reused,
+)
 from tformer_export.staging.emitter import Port, Program
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -106,7 +111,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         torch.no_grad(),
         quiet("torch.onnx", "onnxscript", "onnx_ir", *TRACE_LOGGERS),
         equal_sizes_known(),
-        size_arithmetic_kept(),
+        repeated_work_left_out(),
         operator_table_kept(),
         traced_results_reused(),
         _exact_constants(),
@@ -116,9 +121,9 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         program_trace = trace()
         if lacks_a_form(program_trace, OPSET):
             return export(program_trace)
-        program_trace.run_decompositions = lambda *_, **__: program_trace
         try:
-            return export(program_trace)
+            with programs_not_decomposed():
+                return export(program_trace)
         except Exception:  # torch.onnx's errors have no common base
             return export(trace())
 

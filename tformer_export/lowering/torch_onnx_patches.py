@@ -75,6 +75,22 @@ def traced_results_reused() -> Iterator[None]:
         pass_class.run_node = original
 
 
+@contextmanager
+def programs_not_decomposed() -> Iterator[None]:
+    """Let torch.onnx translate a program as it is.
+
+    It would trace it again, with a table of decompositions that it makes for each program.
+    """
+    from torch.onnx._internal.exporter import _fx_passes
+
+    original = _fx_passes.decompose_with_registry
+    _fx_passes.decompose_with_registry = lambda exported_program, registry: exported_program
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry = original
+
+
 def lacks_a_form(program: torch.export.ExportedProgram, opset: int) -> bool:
     """Return whether torch.onnx has no form of an operation of the program, so that it has to decompose it.
 

@@ -60,10 +60,19 @@ def main(folder: Path) -> None:
     if not old:
         return
     # torch takes seconds to import, and both processes use one core.
+    groups = _groups(old)
     with ProcessPoolExecutor(2) as pool:
-        for name, _ in zip(old, pool.map(_make, [folder] * len(old), old), strict=True):
-            known[name] = current[name]
+        for names, _ in zip(groups, pool.map(_make, [folder] * len(groups), groups), strict=True):
+            known |= {name: current[name] for name in names}
             keys.write_text(json.dumps(known))
+
+
+def _groups(names: list[str]) -> list[list[str]]:
+    """Return the names in groups that one process makes: the files of a checkpoint share its captured graph."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(EXPORTS[name][0] if name in EXPORTS else name, []).append(name)
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 def _keys() -> Iterator[tuple[str, str]]:
@@ -84,23 +93,33 @@ def _checkpoint(args: tuple[str, ...]) -> Path:
     return REPOSITORY / "models" / args[0] / "model.pt"
 
 
-def _make(folder: Path, name: str) -> None:
+def _make(folder: Path, names: list[str]) -> None:
+    name = names[0]
     if name == TOYS:
         _write_toys(folder)
-        return
-    if name in FOLDERS:
+    elif name in FOLDERS:
         _export_folder(folder, name)
-        return
-    if name in SHORTLISTS:
+    elif name in SHORTLISTS:
         _export_with_shortlist(folder / f"{name}.onnx", SHORTLISTS[name])
-        return
+    else:
+        _export_checkpoint(folder, names)
+
+
+def _export_checkpoint(folder: Path, names: list[str]) -> None:
+    """Export files of one checkpoint. Those with the same extra outputs share its captured graph."""
+    from support.shared_analysis import shared_analysis
+
     from tformer_export.cli import command
 
-    args = EXPORTS[name]
-    options = [*args[1:], "--output", str(folder / f"{name}.onnx"), "--force", "--quiet"]
-    if GOLDEN in options:
-        options.insert(options.index(GOLDEN) + 1, str(folder / f"{name}.golden.json"))
-    command([str(_checkpoint(args)), *options], standalone_mode=False)
+    analysed: dict = {}
+    for name in names:
+        args = EXPORTS[name]
+        options = [*args[1:], "--output", str(folder / f"{name}.onnx"), "--force", "--quiet"]
+        if GOLDEN in options:
+            options.insert(options.index(GOLDEN) + 1, str(folder / f"{name}.golden.json"))
+        extras = tuple(arg for arg in args if arg in EXTRAS)
+        with shared_analysis(extras, analysed):
+            command([str(_checkpoint(args)), *options], standalone_mode=False)
 
 
 def _export_folder(folder: Path, name: str) -> None:

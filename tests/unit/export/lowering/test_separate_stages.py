@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
+from support.shared_analysis import shared_analysis
 from support.small_graphs import make_port
 
 from tformer_export import Quantization, export
@@ -41,9 +42,13 @@ IN_SUITE = ("fp32", "int8", "int8 for latency", "mixed for latency", "portable i
 OUTSIDE_NODES = [name for name in FORMS if name not in ("fp32", "int8 for latency", "cuda")]  # beside the If
 
 
+ANALYSED = {}  # the graph of a module, which its files share
+
+
 def written(module, path, form, example, step):
     quantization, options = FORMS[form]
-    export(module, path, example, step, quantization=quantization, special_tokens=TOKENS, **options)
+    with shared_analysis(type(module), ANALYSED):
+        export(module, path, example, step, quantization=quantization, special_tokens=TOKENS, **options)
     return path
 
 

@@ -7,9 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from tformer_export.lowering.torch_onnx_patches import lacks_a_form, operator_table_kept, traced_results_reused
+from tformer_export.lowering.torch_onnx_patches import (
+    lacks_a_form,
+    operator_table_kept,
+    programs_not_decomposed,
+    traced_results_reused,
+)
 
 
 class ManyTypes(nn.Module):
@@ -41,14 +47,30 @@ def test_operation_is_not_traced_again_for_its_casts(monkeypatch):
     def count() -> int:
         run.clear()
         program = torch.export.export(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (torch.randn(2, 3),))
-        program.run_decompositions = lambda *_: program
         run.clear()
-        torch.onnx.export(program, dynamo=True, opset_version=24)
+        with programs_not_decomposed():
+            torch.onnx.export(program, dynamo=True, opset_version=24)
         return len(run)
 
     assert count() > 0
     with traced_results_reused():
         assert count() == 0
+
+
+def test_program_is_not_decomposed_nor_is_a_table_made_for_it(monkeypatch):
+    made: list[object] = []
+    make = _decomp.create_onnx_friendly_decomposition_table
+    monkeypatch.setattr(
+        _decomp, "create_onnx_friendly_decomposition_table", lambda *args: made.append(args) or make(*args)
+    )
+    program = torch.export.export(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (torch.randn(2, 3),))
+    expected = torch.onnx.export(program, dynamo=True, opset_version=24).model_proto.SerializeToString()
+    assert made
+    made.clear()
+    with programs_not_decomposed():
+        written = torch.onnx.export(program, dynamo=True, opset_version=24).model_proto.SerializeToString()
+    assert not made
+    assert written == expected
 
 
 @pytest.fixture
@@ -104,6 +126,5 @@ class Counts(nn.Module):
 def test_program_that_torch_onnx_fails_on_is_known_before(module, fails):
     program = torch.export.export(module, (torch.randn(2, 5),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
     assert lacks_a_form(program, 24) == fails
-    program.run_decompositions = lambda *_: program
-    with pytest.raises(torch.onnx.OnnxExporterError) if fails else nullcontext():
+    with programs_not_decomposed(), pytest.raises(torch.onnx.OnnxExporterError) if fails else nullcontext():
         torch.onnx.export(program, dynamo=True, opset_version=24)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from support.families import BY_NAME
+from support.shared_analysis import shared_analysis
 from torch import nn
 
 from tformer_export import Quantization, export
@@ -62,13 +64,17 @@ FAMILIES = {
 }
 
 
+ANALYSED = {}  # the graph of a family, which its files share
+
+
 def exported(family, weights, path):
     """Return the module, and its file at `path`."""
     build, example, step = FAMILIES[family]
     torch.manual_seed(5)
     module = build().eval()
     tokens = {} if step is None else {"special_tokens": TOKENS}
-    export(module, path, example, step, target="web", quantization=weights, **tokens)
+    with shared_analysis(family, ANALYSED):
+        export(copy.deepcopy(module), path, example, step, target="web", quantization=weights, **tokens)
     return module
 
 
