@@ -5,7 +5,6 @@
 // MODEL: g2p, 60m or 134m. PRECISION: fp32, int8 or int4. DEVICE: node, wasm (in Node) or chromium. Both engines are loaded, in
 // a process or a browser each, and run by turns. A round of an engine is a request of one new token and one of N: the
 // first is the time to the first token, and the difference over N - 1 is a step. Results are added to build/web-bench.json.
-import { fork } from "node:child_process";
 import { existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { cpus, loadavg, tmpdir } from "node:os";
@@ -13,6 +12,7 @@ import { extname, join, resolve } from "node:path";
 import { build } from "esbuild";
 import puppeteer from "puppeteer-core";
 import { median } from "./median.mjs";
+import { startProcess } from "./node_process.mjs";
 
 const HERE = import.meta.dirname;
 const REPOSITORY = resolve(HERE, "../../..");
@@ -52,22 +52,6 @@ function seededIds() {
     state = (Math.imul(state, 1103515245) + 12345) & 0x7fffffff;
     return example.low + ((state >>> 8) % (example.vocabulary - example.low));
   });
-}
-
-async function startProcess(engine, path) {
-  const child = fork(join(HERE, "node_worker.mjs"), [engine, path, precision, device, String(threads)]);
-  const ended = new Promise((_, fail) => {
-    child.once("exit", (code) => fail(new Error(`${engine} ended with code ${code}`)));
-  });
-  ended.catch(() => {}); // a request throws it; none waits at the end
-  const reply = () => Promise.race([new Promise((done) => child.once("message", done)), ended]);
-  await reply();
-  const run = (request) => {
-    const result = reply();
-    child.send(request);
-    return result;
-  };
-  return { run, end: async () => child.kill() };
 }
 
 async function startPage(engine, path, folder) {
@@ -162,7 +146,9 @@ try {
   for (const [engine, path] of Object.entries(paths)) {
     running.set(
       engine,
-      device === "chromium" ? await startPage(engine, path, folder) : await startProcess(engine, path),
+      device === "chromium"
+        ? await startPage(engine, path, folder)
+        : await startProcess(engine, path, precision, device, threads),
     );
   }
   const measured = Object.fromEntries(
