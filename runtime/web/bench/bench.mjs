@@ -5,7 +5,8 @@
 // MODEL: g2p, 60m or 134m. PRECISION: fp32, int8 or int4. DEVICE: node, wasm (in Node) or chromium. Both engines are loaded, in
 // a process or a browser each, and run by turns. A round of an engine is some requests of one new token and one of N: the
 // median of the first is the time to the first token, and what the last takes longer, over N - 1, is a step. ROUNDS are those
-// of a start of both engines: two processes that run the same code differ by 2 %. Results are added to
+// of a start of both engines, which start in turn: two processes that run the same code differ by 2 %, and the one that was
+// loaded later is often the faster one. Results are added to
 // build/web-bench.json.
 import { existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
@@ -173,7 +174,8 @@ async function runRound(engine) {
 try {
   const before = loadavg()[0];
   for (let start = 0; start < starts; start++) {
-    for (const [engine, path] of Object.entries(paths)) {
+    const order = Object.entries(paths);
+    for (const [engine, path] of start % 2 ? order.reverse() : order) {
       const place = join(folder, String(start));
       running.set(
         engine,
