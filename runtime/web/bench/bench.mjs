@@ -1,11 +1,13 @@
 // Times of tformer beside transformers.js, on the same weights and the same machine.
 //
-//   node bench/bench.mjs MODEL PRECISION DEVICE THREADS [ROUNDS]
+//   node bench/bench.mjs MODEL PRECISION DEVICE THREADS [ROUNDS [STARTS]]
 //
 // MODEL: g2p, 60m or 134m. PRECISION: fp32, int8 or int4. DEVICE: node, wasm (in Node) or chromium. Both engines are loaded, in
-// a process or a browser each, and run by turns. A round of an engine is a request of one new token and one of N: the
-// first is the time to the first token, and the difference over N - 1 is a step. Results are added to build/web-bench.json.
-import { fork } from "node:child_process";
+// a process or a browser each, and run by turns. A round of an engine is some requests of one new token and one of N: the
+// median of the first is the time to the first token, and what the last takes longer, over N - 1, is a step. ROUNDS are those
+// of a start of both engines, which start in turn: two processes that run the same code differ by 2 %, and the one that was
+// loaded later is often the faster one. Results are added to
+// build/web-bench.json.
 import { existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { createServer } from "node:http";
 import { cpus, loadavg, tmpdir } from "node:os";
@@ -13,12 +15,14 @@ import { extname, join, resolve } from "node:path";
 import { build } from "esbuild";
 import puppeteer from "puppeteer-core";
 import { median } from "./median.mjs";
+import { startProcess } from "./node_process.mjs";
 
 const HERE = import.meta.dirname;
 const REPOSITORY = resolve(HERE, "../../..");
 const RESULTS = join(REPOSITORY, "build/web-bench.json");
 const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const ENGINES = ["tformer", "transformers.js"];
+const FIRST_TOKENS = 5; // requests of one token in a round
 // g2p reads a word of 8 letters. The other requests are those of tests/benchmarks/versus.
 const CASES = {
   g2p: { folder: "build/web", prompt: 8, newTokens: 24, vocabulary: 30, low: 4 },
@@ -32,11 +36,11 @@ const TYPES = {
   ".wasm": "application/wasm",
 };
 
-const [name, precision, device, threadsText, roundsText = "7"] = process.argv.slice(2);
-const [threads, rounds] = [Number(threadsText), Number(roundsText)];
+const [name, precision, device, threadsText, roundsText = "7", startsText = "1"] = process.argv.slice(2);
+const [threads, rounds, starts] = [threadsText, roundsText, startsText].map(Number);
 const example = CASES[name];
 if (!example || !["fp32", "int8", "int4"].includes(precision) || !["node", "wasm", "chromium"].includes(device)) {
-  console.error("usage: node bench/bench.mjs g2p|60m|134m fp32|int8|int4 node|wasm|chromium THREADS [ROUNDS]");
+  console.error("usage: node bench/bench.mjs g2p|60m|134m fp32|int8|int4 node|wasm|chromium THREADS [ROUNDS [STARTS]]");
   process.exit(2);
 }
 
@@ -54,25 +58,9 @@ function seededIds() {
   });
 }
 
-async function startProcess(engine, path) {
-  const child = fork(join(HERE, "node_worker.mjs"), [engine, path, precision, device, String(threads)]);
-  const ended = new Promise((_, fail) => {
-    child.once("exit", (code) => fail(new Error(`${engine} ended with code ${code}`)));
-  });
-  ended.catch(() => {}); // a request throws it; none waits at the end
-  const reply = () => Promise.race([new Promise((done) => child.once("message", done)), ended]);
-  await reply();
-  const run = (request) => {
-    const result = reply();
-    child.send(request);
-    return result;
-  };
-  return { run, end: async () => child.kill() };
-}
-
 async function startPage(engine, path, folder) {
   const page = join(folder, engine);
-  mkdirSync(page);
+  mkdirSync(page, { recursive: true });
   const entry = join(HERE, engine === "tformer" ? "page_tformer.mjs" : "page_peer.mjs");
   await build({
     entryPoints: [entry],
@@ -108,6 +96,7 @@ async function startPage(engine, path, folder) {
     args: ["--no-sandbox"],
     protocolTimeout: 600_000,
   });
+  giveShare(browser.process().pid);
   const tab = await browser.newPage();
   tab.on("pageerror", (error) => console.error(engine, error.message));
   await tab.goto(`http://127.0.0.1:${server.address().port}/page.html`);
@@ -125,6 +114,13 @@ async function startPage(engine, path, folder) {
     server.close();
   };
   return { run, end };
+}
+
+/** Give the session of a process the share of processors that this one has, on Linux. */
+function giveShare(pid) {
+  const own = "/proc/self/autogroup";
+  const nice = existsSync(own) ? /nice (-?\d+)/.exec(readFileSync(own, "utf8"))?.[1] : undefined;
+  if (Number(nice)) writeFileSync(`/proc/${pid}/autogroup`, nice);
 }
 
 /** The resident bytes of the largest renderer of a browser, and its processor time so far, in steps of 10 ms. */
@@ -157,31 +153,50 @@ const peerFolder = join(REPOSITORY, example.folder, name, "transformers.js");
 const paths = { tformer: modelFile(), ...(existsSync(peerFolder) ? { "transformers.js": peerFolder } : {}) };
 const folder = mkdtempSync(join(tmpdir(), "tformer-bench-"));
 const request = { prompt: seededIds(), newTokens: example.newTokens };
+const measured = Object.fromEntries(
+  Object.keys(paths).map((engine) => [engine, { first: [], step: [], cpuFirst: [], cpuStep: [] }]),
+);
 const running = new Map();
+
+async function endAll() {
+  for (const { end } of running.values()) await end();
+  running.clear();
+}
+
+async function runRound(engine) {
+  const { run } = running.get(engine);
+  const firsts = [];
+  for (let i = 0; i < FIRST_TOKENS; i++) firsts.push(await run({ ...request, newTokens: 1 }));
+  const [ms, cpuMs] = [median(firsts.map((one) => one.ms)), median(firsts.map((one) => one.cpuMs))];
+  return { first: { ms, cpuMs }, all: await run(request) };
+}
+
 try {
-  for (const [engine, path] of Object.entries(paths)) {
-    running.set(
-      engine,
-      device === "chromium" ? await startPage(engine, path, folder) : await startProcess(engine, path),
-    );
-  }
-  const measured = Object.fromEntries(
-    [...running.keys()].map((engine) => [engine, { first: [], step: [], cpuFirst: [], cpuStep: [] }]),
-  );
   const before = loadavg()[0];
-  for (let round = -1; round < rounds; round++) {
-    const order = round % 2 ? [...running.keys()] : [...running.keys()].reverse();
-    for (const engine of order) {
-      const { run } = running.get(engine);
-      const first = await run({ ...request, newTokens: 1 });
-      const all = await run(request);
-      if (round < 0) continue; // the first round warms up
-      measured[engine].first.push(first.ms);
-      measured[engine].step.push((all.ms - first.ms) / (request.newTokens - 1));
-      measured[engine].cpuFirst.push(first.cpuMs);
-      measured[engine].cpuStep.push((all.cpuMs - first.cpuMs) / (request.newTokens - 1));
-      Object.assign(measured[engine], { tokens: all.tokens, rss: all.rss });
+  for (let start = 0; start < starts; start++) {
+    const order = Object.entries(paths);
+    for (const [engine, path] of start % 2 ? order.reverse() : order) {
+      const place = join(folder, String(start));
+      running.set(
+        engine,
+        device === "chromium"
+          ? await startPage(engine, path, place)
+          : await startProcess(engine, path, precision, device, threads),
+      );
     }
+    for (let round = -1; round < rounds; round++) {
+      const order = round % 2 ? [...running.keys()] : [...running.keys()].reverse();
+      for (const engine of order) {
+        const { first, all } = await runRound(engine);
+        if (round < 0) continue; // the first round warms up
+        measured[engine].first.push(first.ms);
+        measured[engine].step.push((all.ms - first.ms) / (request.newTokens - 1));
+        measured[engine].cpuFirst.push(first.cpuMs);
+        measured[engine].cpuStep.push((all.cpuMs - first.cpuMs) / (request.newTokens - 1));
+        Object.assign(measured[engine], { tokens: all.tokens, rss: all.rss });
+      }
+    }
+    await endAll();
   }
   const results = existsSync(RESULTS) ? JSON.parse(readFileSync(RESULTS, "utf8")) : {};
   const key = `${name} ${precision} ${device} ${threads}`;
@@ -200,6 +215,6 @@ try {
     );
   }
 } finally {
-  for (const { end } of running.values()) await end();
+  await endAll();
   rmSync(folder, { recursive: true });
 }

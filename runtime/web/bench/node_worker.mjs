@@ -23,11 +23,17 @@ async function open() {
   return peerRunner(library, path, precision, device === "wasm" ? "auto" : "cpu", session);
 }
 
-const run = await open();
+const { generate, logits } = await open();
 process.send({ ready: true });
 process.on("message", async (request) => {
+  if (request.logitsOf) {
+    const rows = [];
+    for (const ids of request.logitsOf) rows.push(await logits(ids));
+    process.send(rows);
+    return;
+  }
   const begin = process.cpuUsage();
-  const result = await run(request);
+  const result = await generate(request);
   const { user, system } = process.cpuUsage(begin);
   process.send({ ...result, cpuMs: (user + system) / 1e3, rss: process.memoryUsage().rss });
 });

@@ -5,5 +5,5 @@ window.open_ = async ({ path, precision, threads }) => {
   Object.assign(library.env.backends.onnx.wasm, { numThreads: threads, wasmPaths: "/ort/" });
   library.env.useBrowserCache = false;
   library.env.useWasmCache = false;
-  window.run = await peerRunner(library, path, precision, "wasm");
+  window.run = (await peerRunner(library, path, precision, "wasm")).generate;
 };
