@@ -200,11 +200,12 @@ class ContextAttention final : public Operator {
     const size_t rows = key.size(0), width = key.rank == 4 ? heads * key.size(3) : key.size(2);
     size_t count = 1;
     for (size_t axis = 0; axis < query.rank; axis++) count *= query.size(axis);
-    require(api, query.data && width > 0 && (rows > 0 ? count % (rows * width) == 0 : count == 0),
+    // Not by rows * width, which may overflow to 0: keys without positions may have any number of rows.
+    require(api, query.data && width > 0 && (rows > 0 ? count % rows == 0 && count / rows % width == 0 : count == 0),
             "tformer-kernels: queries must be divided evenly among the rows of keys");
     query.rank = 3;
     query.sizes[0] = key.sizes[0];
-    query.sizes[1] = rows > 0 ? static_cast<int64_t>(count / (rows * width)) : 0;
+    query.sizes[1] = rows > 0 ? static_cast<int64_t>(count / rows / width) : 0;
     query.sizes[2] = static_cast<int64_t>(width);
     return query;
   }

@@ -11,6 +11,8 @@
 //
 // A value between operators has a slot of memory, which later values use again. The slots grow to what the largest run has
 // needed; all chains of the process share them.
+//
+// onnxruntime checks the types of an operator's inputs, but those of a chain may have any type. So a chain checks them.
 #include <charconv>
 #include <mutex>
 #include <string_view>
@@ -21,8 +23,9 @@
 namespace tformer {
 namespace {
 
-constexpr size_t MAX_VALUES = 1 << 20;  // of a chain
-constexpr size_t NONE = ~size_t{0};     // a value that is not there
+constexpr size_t MAX_VALUES = 1 << 20;          // of a chain
+constexpr size_t MAX_FLOATS = size_t{1} << 60;  // of a value
+constexpr size_t NONE = ~size_t{0};             // a value that is not there
 
 using Slots = std::vector<Growing<float>>;
 
@@ -45,7 +48,7 @@ class SlotPool {
   // The pool of all chains; its memory is freed with the last chain.
   static std::shared_ptr<SlotPool> shared() {
     static std::mutex lock;
-    static std::weak_ptr<SlotPool> pool;
+    static auto& pool = *new std::weak_ptr<SlotPool>;  // never destroyed: sessions may outlive static objects
     const std::lock_guard guard(lock);
     std::shared_ptr<SlotPool> found = pool.lock();
     if (!found) pool = found = std::make_shared<SlotPool>();
@@ -58,6 +61,7 @@ class SlotPool {
 };
 
 struct Step {
+  const OperatorKind* kind;
   std::unique_ptr<Operator> op;
   std::vector<size_t> inputs, outputs;  // values
 };
@@ -112,6 +116,8 @@ class Chain final : public Operator {
       if (value == NONE) return {};
       Input& found = own.values[value];
       if (value < own.chain.inputs && found.data == nullptr) found = own.operands.input(value);
+      require(api, found.type == (step.kind->integers >> index & 1 ? ort::INT32 : ort::FLOAT),
+              "tformer-kernels: an operator of a chain reads a value of another type");
       return found;
     }
 
@@ -119,10 +125,12 @@ class Chain final : public Operator {
       const size_t value = index < step.outputs.size() ? step.outputs[index] : NONE;
       if (value == NONE) return nullptr;
       const size_t place = value - own.chain.inputs;
-      size_t count = 1;
-      for (size_t axis = 0; axis < rank; axis++) count *= static_cast<size_t>(sizes[axis]);
-      float* data = place < own.chain.results ? own.operands.output(place, sizes, rank)
-                                              : (*own.slots)[own.chain.slot_of[value]].reserve(std::max<size_t>(count, 1));
+      float* data = nullptr;
+      if (place < own.chain.results)
+        data = own.operands.output(place, sizes, rank);
+      else
+        data = (*own.slots)[own.chain.slot_of[value]].reserve(std::max<size_t>(count_of(sizes, rank), 1));
+      require(api, data != nullptr, "tformer-kernels: the node of a chain lacks a result of its program");
       Input& result = own.values[value];
       result.data = data, result.rank = rank;
       std::copy_n(sizes, rank, result.sizes);
@@ -133,6 +141,15 @@ class Chain final : public Operator {
     Run& own;
     const Step& step;
   };
+
+  // The number of floats of a value. Throws bad_alloc if no memory holds as many.
+  static size_t count_of(const int64_t* sizes, size_t rank) {
+    if (std::find(sizes, sizes + rank, 0) != sizes + rank) return 0;
+    size_t count = 1;
+    for (size_t axis = 0; axis < rank; axis++)
+      if (__builtin_mul_overflow(count, static_cast<size_t>(sizes[axis]), &count) || count > MAX_FLOATS) throw std::bad_alloc();
+    return count;
+  }
 
   const std::shared_ptr<SlotPool> pool;
   size_t inputs, results, values;
@@ -153,7 +170,7 @@ class Chain final : public Operator {
     for (const OperatorKind* each : KINDS)
       if (!each->is_chain && each->name == name) kind = each;
     require(api, kind != nullptr, "tformer-kernels: a chain has an operator that this library lacks");
-    Step step;
+    Step step{kind, nullptr, {}, {}};
     std::vector<size_t>* places = &step.inputs;
     while (!line.empty()) {
       const std::string_view word = next_word();

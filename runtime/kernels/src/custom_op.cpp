@@ -18,9 +18,8 @@ class ContextOperands final : public Operands {
     const ort::Value* value = nullptr;
     check(ort::KernelContext_GetInput::call(api, context, index, &value));
     if (value == nullptr) return input;
-    ort::ElementType type;
     const int64_t* sizes = nullptr;
-    check(ort::GetTensorElementTypeAndShapeDataReference::call(api, value, &type, &sizes, &input.rank));
+    check(ort::GetTensorElementTypeAndShapeDataReference::call(api, value, &input.type, &sizes, &input.rank));
     if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
     void* data = nullptr;
     check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));

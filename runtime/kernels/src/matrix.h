@@ -57,6 +57,7 @@ struct Growing {
   T* reserve(size_t count) {
     if (size < count) {
       size = 0;
+      memory.data.reset();  // first, so that both are never there at the same time
       memory.allocate(count);
       size = count;
     }

@@ -93,6 +93,7 @@ struct Attributes {
 // An input; data is nullptr if it is not there. Sizes are known of at most MAX_RANK axes.
 struct Input {
   const void* data = nullptr;
+  ort::ElementType type = ort::FLOAT;
   size_t rank = 0;
   int64_t sizes[MAX_RANK] = {};
 

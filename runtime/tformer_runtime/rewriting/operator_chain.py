@@ -29,7 +29,7 @@ def make_chains(graph: Graph, domain: str) -> int:
         is_native = node.domain == domain
         read = [waves[name] for name in node.names_read() if name in waves]
         wave = max((wave + (from_native and not is_native) for wave, from_native in read), default=0)
-        waves |= dict.fromkeys(node.outputs, (wave, is_native))
+        waves |= dict.fromkeys(filter(None, node.outputs), (wave, is_native))
         by_wave.setdefault(wave, ([], []))[is_native].append(node)
     read_elsewhere = _readers(graph)
     nodes, count = [], 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tformer_export import Quantization
 from tformer_runtime import Model
 from tformer_runtime.backend.native_kernels import APART, VARIABLE, LoadingProducts
 from tformer_runtime.format.onnx_graph import parse_model
+from tformer_runtime.rewriting.attention_rewrite import NATIVE_CONTEXT_ATTENTION
 from tformer_runtime.rewriting.elementwise_rewrite import NATIVE_NORM
 from tformer_runtime.rewriting.operator_chain import CHAIN
 from tformer_runtime.rewriting.product_rewrite import DOMAIN
@@ -31,17 +33,22 @@ WIDTH = 32
 WORDS = ["hello", "transformer", "a", "kernel"]
 
 
+def open_rewritten(model: bytes, path: str, makes_chains: bool) -> tuple[list[str], onnxruntime.InferenceSession]:
+    """Return the operators of a model with native ones, and its session."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 2
+    with LoadingProducts(kernels_of(path)) as loading:
+        rewritten = loading.rewrite(model, Path(), makes_chains=makes_chains)
+        options.register_custom_ops_library(str(loading.kernels.file))
+        session = onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
+    return [n.op_type for graph in parse_model(rewritten).graph.all_graphs() for n in graph.nodes], session
+
+
 def open_sessions(model: bytes, path: str) -> tuple[dict[str, list[str]], dict[str, onnxruntime.InferenceSession]]:
     """Return name of a form → its operators, and the sessions with operators apart and in chains."""
     operators, sessions = {}, {}
     for form, makes_chains in (("apart", False), ("chains", True)):
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level, options.intra_op_num_threads = 4, 2
-        with LoadingProducts(kernels_of(path)) as loading:
-            rewritten = loading.rewrite(model, Path(), makes_chains=makes_chains)
-            options.register_custom_ops_library(str(loading.kernels.file))
-            operators[form] = [n.op_type for graph in parse_model(rewritten).graph.all_graphs() for n in graph.nodes]
-            sessions[form] = onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
+        operators[form], sessions[form] = open_rewritten(model, path, makes_chains)
     return operators, sessions
 
 
@@ -195,21 +202,36 @@ def test_values_between_operators_use_the_same_memory_again():
     assert float(done.stdout) < 8
 
 
-def chain_session(program: str, inputs: int = 2, outputs: int = 1, **attributes: float) -> onnxruntime.InferenceSession:
-    """Return a session of a chain over x (rows, 32) and g (32)."""
-    norm = {"path": kernels_of("scalar").attention_path, "epsilon": 1e-5, "root_mean_square": 1}
-    given = {f"{i}.{name}": value for i in range(4) for name, value in norm.items()} | attributes
-    node = helper.make_node(
-        CHAIN, ["x", "g"], ["y"], domain=DOMAIN, input_count=inputs, output_count=outputs, program=program, **given
-    )
-    weights = [numpy_helper.from_array(np.ones(WIDTH, np.float32), "g")]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", "width"]) for name in "xy")
+def session_of(nodes: list, inputs: list[tuple[str, int]], weights: list) -> onnxruntime.InferenceSession:
+    """Return a session of operators of the library. inputs: names and types."""
+    ports = [helper.make_tensor_value_info(*each, None) for each in inputs]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "y"]
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(helper.make_graph([node], "g", [x], [y], weights), opset_imports=opsets, ir_version=9)
+    graph = helper.make_graph(nodes, "g", ports, outputs, weights)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.register_custom_ops_library(str(kernels_of(PATHS[0]).file))
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def chain_session(
+    program: str,
+    inputs: int = 2,
+    outputs: int = 1,
+    second: tuple[str, int] | None = None,
+    results: Sequence[str] = ("y",),
+    **attributes: float,
+) -> onnxruntime.InferenceSession:
+    """Return a session of a chain over x and g, a weight (32). second: name and type of an input instead of g."""
+    norm = {"path": kernels_of("scalar").attention_path, "epsilon": 1e-5, "root_mean_square": 1}
+    given = {f"{i}.{name}": value for i in range(4) for name, value in norm.items()} | attributes
+    name = "g" if second is None else second[0]
+    node = helper.make_node(
+        CHAIN, ["x", name], results, domain=DOMAIN, input_count=inputs, output_count=outputs, program=program, **given
+    )
+    weights = [numpy_helper.from_array(np.ones(WIDTH, np.float32), "g")] if second is None else []
+    return session_of([node], [("x", TensorProto.FLOAT), *([second] if second else [])], weights)
 
 
 def test_written_program_runs():
@@ -265,6 +287,51 @@ def test_more_inputs_than_the_node_has_are_an_error():
     session = chain_session("Norm 0 - 2 - > 3", inputs=3)
     with pytest.raises(Exception, match="fewer inputs or results"):
         session.run(None, {"x": np.ones((1, WIDTH), np.float32)})
+
+
+def test_value_of_another_type_is_an_error():
+    """onnxruntime does not check it. Float32 numbers of the same count would reach beyond the memory of bytes."""
+    nodes = [
+        helper.make_node("Cast", ["x"], ["bytes"], to=TensorProto.UINT8),
+        helper.make_node("MatMul", ["bytes", "w"], ["p"]),
+        helper.make_node("LayerNormalization", ["p", "g"], ["y"]),
+    ]
+    weights = {"w": np.eye(WIDTH, dtype=np.float32), "g": np.ones(WIDTH, np.float32)}
+    model = model_of(nodes, {"x": ["rows", WIDTH]}, {"y": ["rows", WIDTH]}, weights).SerializeToString()
+    session = open_rewritten(model, PATHS[0], makes_chains=True)[1]
+    with pytest.raises(Exception, match="reads a value of another type"):
+        session.run(None, {"x": np.ones((3, WIDTH), np.float32)})
+
+
+@pytest.mark.parametrize("last_type", [TensorProto.INT64, TensorProto.FLOAT])
+def test_attention_in_a_chain_refuses_positions_of_another_type(last_type):
+    attention = {"heads": 2, "groups": 2, "causal": 1, "scale": 0.25, "interleaved": 0}
+    attributes = {f"0.{name}": value for name, value in attention.items()}
+    program = "Attention 0 0 0 - - 1 1 - - - - > 2"
+    session = chain_session(program, second=("last", last_type), **attributes)
+    feeds = {"x": np.ones((1, 1, WIDTH), np.float32), "last": np.zeros(1, np.int64)}
+    feeds["last"] = feeds["last"].astype(helper.tensor_dtype_to_np_dtype(last_type))
+    with pytest.raises(Exception, match="reads a value of another type"):
+        session.run(None, feeds)
+
+
+def test_node_without_a_result_of_its_program_is_an_error():
+    session = chain_session("Norm 0 - 1 - > 2\nNorm 0 - 1 - > 3", outputs=2, results=["", "y"])
+    with pytest.raises(Exception, match="lacks a result"):
+        session.run(None, {"x": np.ones((2, WIDTH), np.float32)})
+
+
+def test_keys_without_positions_and_any_number_of_rows_are_an_error():
+    """The number of rows times their width overflows to 0, by which the queries must not be divided."""
+    shape = numpy_helper.from_array(np.array([1 << 32, 0, 1 << 32]), "shape")
+    attributes = {"path": kernels_of("scalar").attention_path, "heads": 1, "scale": 1.0, "shared": 1}
+    nodes = [
+        helper.make_node("ConstantOfShape", ["shape"], ["k"]),
+        helper.make_node(NATIVE_CONTEXT_ATTENTION, ["x", "k", "k", ""], ["y"], domain=DOMAIN, **attributes),
+    ]
+    session = session_of(nodes, [("x", TensorProto.FLOAT)], [shape])
+    with pytest.raises(Exception, match="queries must be divided evenly"):
+        session.run(None, {"x": np.ones((1, 1, 4), np.float32)})
 
 
 def test_error_of_an_operator_leaves_the_chain_usable():
