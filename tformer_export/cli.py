@@ -42,6 +42,7 @@ GROUPS: dict[str, type] = {
     "Extra outputs": ExtraOutputs,
 }
 _SOURCE = "The source"
+OWN_PROCESS = "own process"  # click's object of a command that has its process to itself
 
 
 class _Option(click.Option):
@@ -270,7 +271,8 @@ def _run(
     _check_outputs(output, report, plot, options, force)
     with quick_start():
         import tformer_export.api  # noqa: F401  imports torch
-    freeze_objects()
+    if click.get_current_context().obj == OWN_PROCESS:
+        freeze_objects()
     with _refusal_reported(report, source):
         found = _find(source, flags, quiet)
         with _progress(options, quiet, verbose) as progress:
@@ -510,4 +512,4 @@ def _tokenizer(tokenizer: Path) -> str:
 def main() -> None:
     """Run the command. SIGTERM ends it with status 143, after unfinished files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    command()
+    command(obj=OWN_PROCESS)

@@ -60,7 +60,7 @@ class SlotPool {
   std::vector<std::unique_ptr<Slots>> unused;
 };
 
-struct Step {
+struct Link {
   const OperatorKind* kind;
   std::unique_ptr<Operator> op;
   std::vector<size_t> inputs, outputs;  // values
@@ -78,7 +78,7 @@ class Chain final : public Operator {
     const std::string program = attributes.text("program");
     for (std::string_view rest = program; !rest.empty();) {
       const size_t end = std::min(rest.find('\n'), rest.size());
-      steps.push_back(read_step(attributes, rest.substr(0, end)));
+      links.push_back(read_link(attributes, rest.substr(0, end)));
       rest.remove_prefix(std::min(end + 1, rest.size()));
     }
     assign_slots(attributes.api);
@@ -92,9 +92,9 @@ class Chain final : public Operator {
             "tformer-kernels: the node of a chain has fewer inputs or results than its program");
     Run run{*this, operands, std::vector<Input>(values), pool->take()};
     if (run.slots->size() < slot_count) run.slots->resize(slot_count);
-    for (const Step& step : steps) {
-      StepOperands step_operands(run, step);
-      step.op->run(step_operands);
+    for (const Link& link : links) {
+      LinkOperands link_operands(run, link);
+      link.op->run(link_operands);
     }
     pool->give_back(std::move(run.slots));  // after an error they are freed
   }
@@ -107,22 +107,22 @@ class Chain final : public Operator {
     std::unique_ptr<Slots> slots;
   };
 
-  class StepOperands final : public Operands {
+  class LinkOperands final : public Operands {
    public:
-    StepOperands(Run& run, const Step& step) : Operands(run.operands.api, run.operands.context), own(run), step(step) {}
+    LinkOperands(Run& run, const Link& link) : Operands(run.operands.api, run.operands.context), own(run), link(link) {}
 
     Input input(size_t index) override {
-      const size_t value = index < step.inputs.size() ? step.inputs[index] : NONE;
+      const size_t value = index < link.inputs.size() ? link.inputs[index] : NONE;
       if (value == NONE) return {};
       Input& found = own.values[value];
       if (value < own.chain.inputs && found.data == nullptr) found = own.operands.input(value);
-      require(api, found.type == (step.kind->integers >> index & 1 ? ort::INT32 : ort::FLOAT),
+      require(api, found.type == (link.kind->integers >> index & 1 ? ort::INT32 : ort::FLOAT),
               "tformer-kernels: an operator of a chain reads a value of another type");
       return found;
     }
 
     float* output(size_t index, const int64_t* sizes, size_t rank) override {
-      const size_t value = index < step.outputs.size() ? step.outputs[index] : NONE;
+      const size_t value = index < link.outputs.size() ? link.outputs[index] : NONE;
       if (value == NONE) return nullptr;
       const size_t place = value - own.chain.inputs;
       float* data = nullptr;
@@ -139,7 +139,7 @@ class Chain final : public Operator {
 
    private:
     Run& own;
-    const Step& step;
+    const Link& link;
   };
 
   // The number of floats of a value. Throws bad_alloc if no memory holds as many.
@@ -153,11 +153,11 @@ class Chain final : public Operator {
 
   const std::shared_ptr<SlotPool> pool;
   size_t inputs, results, values;
-  std::vector<Step> steps;
+  std::vector<Link> links;
   std::vector<size_t> slot_of;  // of each value between operators
   size_t slot_count = 0;
 
-  Step read_step(const Attributes& attributes, std::string_view line) {
+  Link read_link(const Attributes& attributes, std::string_view line) {
     const ort::Api* api = attributes.api;
     auto next_word = [&] {
       const size_t end = std::min(line.find(' '), line.size());
@@ -170,12 +170,12 @@ class Chain final : public Operator {
     for (const OperatorKind* each : KINDS)
       if (!each->is_chain && each->name == name) kind = each;
     require(api, kind != nullptr, "tformer-kernels: a chain has an operator that this library lacks");
-    Step step{kind, nullptr, {}, {}};
-    std::vector<size_t>* places = &step.inputs;
+    Link link{kind, nullptr, {}, {}};
+    std::vector<size_t>* places = &link.inputs;
     while (!line.empty()) {
       const std::string_view word = next_word();
       if (word == ">") {
-        places = &step.outputs;
+        places = &link.outputs;
         continue;
       }
       size_t value = NONE;
@@ -185,28 +185,28 @@ class Chain final : public Operator {
       places->push_back(is_number ? value : NONE);
       if (is_number) values = std::max(values, value + 1);
     }
-    require(api, step.inputs.size() <= kind->inputs && step.outputs.size() <= kind->outputs,
+    require(api, link.inputs.size() <= kind->inputs && link.outputs.size() <= kind->outputs,
             "tformer-kernels: an operator of a chain has too many operands");
     for (size_t i = 0; i < kind->inputs; i++)
-      require(api, (kind->optional >> i & 1) || (i < step.inputs.size() && step.inputs[i] != NONE),
+      require(api, (kind->optional >> i & 1) || (i < link.inputs.size() && link.inputs[i] != NONE),
               "tformer-kernels: an operator of a chain lacks an input");
-    require(api, !step.outputs.empty() && step.outputs[0] != NONE, "tformer-kernels: an operator of a chain lacks a result");
-    step.op = kind->make({api, attributes.info, attributes.prefix + std::to_string(steps.size()) + "."});
-    return step;
+    require(api, !link.outputs.empty() && link.outputs[0] != NONE, "tformer-kernels: an operator of a chain lacks a result");
+    link.op = kind->make({api, attributes.info, attributes.prefix + std::to_string(links.size()) + "."});
+    return link;
   }
 
   // Gives each value between operators a slot that no other value has until its last reader has run.
   void assign_slots(const ort::Api* api) {
     std::vector<bool> is_there(values, false);
     std::fill(is_there.begin(), is_there.begin() + static_cast<ptrdiff_t>(inputs), true);
-    std::vector<size_t> last(values, NONE);  // the step that reads a value last, or computes it
-    for (size_t i = 0; i < steps.size(); i++) {
-      for (size_t value : steps[i].inputs) {
+    std::vector<size_t> last(values, NONE);  // the link that reads a value last, or computes it
+    for (size_t i = 0; i < links.size(); i++) {
+      for (size_t value : links[i].inputs) {
         if (value == NONE) continue;
         require(api, is_there[value], "tformer-kernels: a chain reads a value before it is computed");
         last[value] = i;
       }
-      for (size_t value : steps[i].outputs) {
+      for (size_t value : links[i].outputs) {
         if (value == NONE) continue;
         require(api, !is_there[value], "tformer-kernels: a chain computes a value twice");
         is_there[value] = true, last[value] = i;
@@ -216,9 +216,9 @@ class Chain final : public Operator {
       require(api, is_there[value], "tformer-kernels: a chain lacks a result");
     slot_of.assign(values, NONE);
     std::vector<size_t> unused;
-    for (size_t i = 0; i < steps.size(); i++) {
+    for (size_t i = 0; i < links.size(); i++) {
       auto is_between = [&](size_t value) { return value != NONE && value >= inputs + results; };
-      for (size_t value : steps[i].outputs) {
+      for (size_t value : links[i].outputs) {
         if (!is_between(value)) continue;
         if (unused.empty()) unused.push_back(slot_count++);
         slot_of[value] = unused.back();
@@ -231,8 +231,8 @@ class Chain final : public Operator {
             last[value] = NONE;  // an operator may read a value twice
           }
       };
-      release(steps[i].inputs);
-      release(steps[i].outputs);
+      release(links[i].inputs);
+      release(links[i].outputs);
     }
   }
 };

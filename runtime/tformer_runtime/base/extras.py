@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 from tformer_runtime.base.errors import MissingExtraError
 
-MIN_ONNXRUNTIME = 30  # 1.30 is the first that has all operators of files, such as attention that is not causal
+MIN_ONNXRUNTIME = (1, 30)  # the first that has all operators of files, such as attention that is not causal
 
 
 def import_optional(name: str, purpose: str, extra: str) -> Any:
@@ -39,16 +40,12 @@ def import_onnxruntime() -> Any:
             "onnxruntime is installed in part, as after two of its packages were installed and one was removed: pip "
             "uninstall -y onnxruntime onnxruntime-gpu, then pip install 'tformer[cpu]' or 'tformer[cuda]'"
         )
-    if _minor_version(module.__version__) < MIN_ONNXRUNTIME:
+    version = getattr(module, "__version__", "")
+    numbers = re.match(r"(\d+)\.(\d+)", version)  # builds of others may have a version of another form
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < MIN_ONNXRUNTIME:
+        least = ".".join(map(str, MIN_ONNXRUNTIME))
         raise MissingExtraError(
-            f"onnxruntime {module.__version__} is installed, and files need 1.{MIN_ONNXRUNTIME} or later: pip install "
-            f"--upgrade 'onnxruntime>=1.{MIN_ONNXRUNTIME}', or onnxruntime-gpu"
+            f"onnxruntime {version} is installed, and files need {least} or later: pip install --upgrade "
+            f"'onnxruntime>={least}', or onnxruntime-gpu"
         )
     return module
-
-
-def _minor_version(version: str) -> float:
-    """Return the second number of a version 1.x; infinity for any other version."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
-    return int(minor) if major == "1" and minor.isdecimal() else float("inf")

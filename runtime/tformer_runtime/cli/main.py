@@ -129,7 +129,6 @@ def main(
     all files; the others are for files of some tasks. --info shows the task of a file.
     """
     assert isinstance(context.command, Command)
-    freeze_objects()
     flag_values = {name: values.pop(name) for name in context.command.flags}
     flag_values = {name: value for name, value in flag_values.items() if value not in (None, ())}
     tables, values = table_options(values)
@@ -294,5 +293,11 @@ def _sentence(error: TformerError) -> str:
     return use_flag_names(str(error)) if isinstance(error, (OptionError, MemoryBudgetError)) else str(error)
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Run the command in a process of its own."""
+    freeze_objects()
     main()
+
+
+if __name__ == "__main__":
+    run()

@@ -14,7 +14,7 @@ from tformer_runtime.base.extras import MIN_ONNXRUNTIME, import_onnxruntime
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("version", ["1.29.1", "1.9.0"])
+@pytest.mark.parametrize("version", ["1.29.1", "1.9.0", "0.5.0", "1.29.0rc1"])
 def test_old_onnxruntime_is_named(version, monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", version)
     with pytest.raises(MissingExtraError, match=rf"onnxruntime {version} is installed.*pip install --upgrade"):
@@ -22,7 +22,7 @@ def test_old_onnxruntime_is_named(version, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "version", [onnxruntime.__version__, "1.30.0", "1.130.0.dev20261101", "2.0.0", "2.0", "unknown"]
+    "version", [onnxruntime.__version__, "1.30.0", "1.130.0.dev20261101", "2.0.0", "2.0", "1.30rc1", "unknown", ""]
 )
 def test_later_onnxruntime_is_taken(version, monkeypatch):
     monkeypatch.setattr(onnxruntime, "__version__", version)
@@ -32,4 +32,4 @@ def test_later_onnxruntime_is_taken(version, monkeypatch):
 def test_extras_require_the_same_version():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name in ("cpu", "gpu", "cuda"):
-        assert extras[name][0].endswith(f">=1.{MIN_ONNXRUNTIME}")
+        assert extras[name][0].endswith(">=" + ".".join(map(str, MIN_ONNXRUNTIME)))
