@@ -6,6 +6,7 @@ The caller holds TORCH_PATCH_LOCK.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -279,10 +280,16 @@ def kept_results_not_made_again() -> Iterator[None]:
 
     It makes the result again from what it kept, and compares the dispatch keys of both. With free sizes this takes as
     long as the operation, and the keys are equal: a trace for an export has no gradients and no kinds of tensors whose
-    keys differ. torch notes no condition on a size meanwhile, so that none is missed.
+    keys differ. torch notes no condition on a size meanwhile, so that none is missed. A torch with other functions is
+    left as it is.
     """
     mode: Any = fake_tensor.FakeTensorMode
-    describe, make = mode._get_output_info_for_cache_entry, mode._output_from_cache_entry
+    describe, make = (
+        getattr(mode, name, None) for name in ("_get_output_info_for_cache_entry", "_output_from_cache_entry")
+    )
+    if describe is None or make is None or [*inspect.signature(describe).parameters][-1] != "output":
+        yield
+        return
     described = threading.local()  # other threads may trace as well
 
     def describe_only(*arguments: Any) -> Any:
