@@ -9,8 +9,8 @@
 // its results, then the values between operators. An operator's attributes are attributes of the chain, with the number
 // of its line in front: `0.epsilon`.
 //
-// A value between operators has a slot of memory, which later values use again. The slots grow to what the largest run has
-// needed; all chains of the process share them.
+// A value between operators has a buffer, which later values use again once the last reader has run. Buffers grow to what the
+// largest run has needed; all chains of the process share them.
 //
 // onnxruntime checks the types of an operator's inputs, but those of a chain may have any type. So a chain checks them.
 #include <charconv>
@@ -27,48 +27,76 @@ constexpr size_t MAX_VALUES = 1 << 20;          // of a chain
 constexpr size_t MAX_FLOATS = size_t{1} << 60;  // of a value
 constexpr size_t NONE = ~size_t{0};             // a value that is not there
 
-using Slots = std::vector<Growing<float>>;
-
-// Memory of the chains that run at the same time.
-class SlotPool {
+// Memory of a chain that runs. There are as many buffers as values that are needed at the same time.
+class Buffers {
  public:
-  std::unique_ptr<Slots> take() {
-    const std::lock_guard guard(lock);
-    if (unused.empty()) return std::make_unique<Slots>();
-    std::unique_ptr<Slots> slots = std::move(unused.back());
-    unused.pop_back();
-    return slots;
+  // Takes the smallest buffer that has so many numbers; if none has, the largest grows.
+  size_t take(size_t count) {
+    auto best = unused.end();
+    for (auto each = unused.begin(); each != unused.end(); each++) {
+      const size_t size = memory[*each].size, chosen = best == unused.end() ? 0 : memory[*best].size;
+      if (best == unused.end() || (size >= count ? chosen < count || size < chosen : chosen < count && size > chosen)) best = each;
+    }
+    if (best == unused.end()) {
+      memory.emplace_back();
+      unused.reserve(memory.size());  // so that buffers can be given back without new memory
+      best = unused.insert(unused.end(), memory.size() - 1);
+    }
+    const size_t buffer = *best;
+    memory[buffer].reserve(std::max<size_t>(count, 1));
+    unused.erase(best);
+    return buffer;
   }
 
-  void give_back(std::unique_ptr<Slots> slots) {
+  float* floats(size_t buffer) { return memory[buffer].memory.get(); }
+  void give_back(size_t buffer) { unused.push_back(buffer); }
+
+ private:
+  std::vector<Growing<float>> memory;
+  std::vector<size_t> unused;
+};
+
+// The buffers of the chains that run at the same time.
+class BufferPool {
+ public:
+  std::unique_ptr<Buffers> take() {
     const std::lock_guard guard(lock);
-    unused.push_back(std::move(slots));
+    if (unused.empty()) return std::make_unique<Buffers>();
+    std::unique_ptr<Buffers> buffers = std::move(unused.back());
+    unused.pop_back();
+    return buffers;
+  }
+
+  void give_back(std::unique_ptr<Buffers> buffers) {
+    const std::lock_guard guard(lock);
+    unused.push_back(std::move(buffers));
   }
 
   // The pool of all chains; its memory is freed with the last chain.
-  static std::shared_ptr<SlotPool> shared() {
+  static std::shared_ptr<BufferPool> shared() {
     static std::mutex lock;
-    static auto& pool = *new std::weak_ptr<SlotPool>;  // never destroyed: sessions may outlive static objects
+    static auto& pool = *new std::weak_ptr<BufferPool>;  // never destroyed: sessions may outlive static objects
     const std::lock_guard guard(lock);
-    std::shared_ptr<SlotPool> found = pool.lock();
-    if (!found) pool = found = std::make_shared<SlotPool>();
+    std::shared_ptr<BufferPool> found = pool.lock();
+    if (!found) pool = found = std::make_shared<BufferPool>();
     return found;
   }
 
  private:
   std::mutex lock;
-  std::vector<std::unique_ptr<Slots>> unused;
+  std::vector<std::unique_ptr<Buffers>> unused;
 };
 
 struct Link {
   const OperatorKind* kind;
   std::unique_ptr<Operator> op;
   std::vector<size_t> inputs, outputs;  // values
+  std::vector<size_t> ended;            // values between operators that no later operator reads
 };
 
 class Chain final : public Operator {
  public:
-  explicit Chain(const Attributes& attributes) : pool(SlotPool::shared()) {
+  explicit Chain(const Attributes& attributes) : pool(BufferPool::shared()) {
     const int64_t given_inputs = attributes.integer("input_count"), given_outputs = attributes.integer("output_count");
     const int64_t most = MAX_VALUES / 2;
     require(attributes.api, given_inputs >= 0 && given_inputs <= most && given_outputs >= 0 && given_outputs <= most,
@@ -81,7 +109,7 @@ class Chain final : public Operator {
       links.push_back(read_link(attributes, rest.substr(0, end)));
       rest.remove_prefix(std::min(end + 1, rest.size()));
     }
-    assign_slots(attributes.api);
+    find_ends(attributes.api);
   }
 
   void run(Operands& operands) const override {
@@ -90,13 +118,14 @@ class Chain final : public Operator {
     check(ort::KernelContext_GetOutputCount::call(operands.api, operands.context, &wanted));
     require(operands.api, given >= inputs && wanted >= results,
             "tformer-kernels: the node of a chain has fewer inputs or results than its program");
-    Run run{*this, operands, std::vector<Input>(values), pool->take()};
-    if (run.slots->size() < slot_count) run.slots->resize(slot_count);
+    Run run{*this, operands, std::vector<Input>(values), std::vector<size_t>(values), pool->take()};
     for (const Link& link : links) {
       LinkOperands link_operands(run, link);
       link.op->run(link_operands);
+      for (size_t value : link.ended)
+        if (run.values[value].data != nullptr) run.buffers->give_back(run.buffer_of[value]);
     }
-    pool->give_back(std::move(run.slots));  // after an error they are freed
+    pool->give_back(std::move(run.buffers));  // after an error they are freed
   }
 
  private:
@@ -104,7 +133,8 @@ class Chain final : public Operator {
     const Chain& chain;
     Operands& operands;  // of the chain
     std::vector<Input> values;
-    std::unique_ptr<Slots> slots;
+    std::vector<size_t> buffer_of;  // of each value between operators
+    std::unique_ptr<Buffers> buffers;
   };
 
   class LinkOperands final : public Operands {
@@ -126,10 +156,12 @@ class Chain final : public Operator {
       if (value == NONE) return nullptr;
       const size_t place = value - own.chain.inputs;
       float* data = nullptr;
-      if (place < own.chain.results)
+      if (place < own.chain.results) {
         data = own.operands.output(place, sizes, rank);
-      else
-        data = (*own.slots)[own.chain.slot_of[value]].reserve(std::max<size_t>(count_of(sizes, rank), 1));
+      } else {
+        own.buffer_of[value] = own.buffers->take(count_of(sizes, rank));
+        data = own.buffers->floats(own.buffer_of[value]);
+      }
       require(api, data != nullptr, "tformer-kernels: the node of a chain lacks a result of its program");
       Input& result = own.values[value];
       result.data = data, result.rank = rank;
@@ -151,11 +183,9 @@ class Chain final : public Operator {
     return count;
   }
 
-  const std::shared_ptr<SlotPool> pool;
+  const std::shared_ptr<BufferPool> pool;
   size_t inputs, results, values;
   std::vector<Link> links;
-  std::vector<size_t> slot_of;  // of each value between operators
-  size_t slot_count = 0;
 
   Link read_link(const Attributes& attributes, std::string_view line) {
     const ort::Api* api = attributes.api;
@@ -170,7 +200,7 @@ class Chain final : public Operator {
     for (const OperatorKind* each : KINDS)
       if (!each->is_chain && each->name == name) kind = each;
     require(api, kind != nullptr, "tformer-kernels: a chain has an operator that this library lacks");
-    Link link{kind, nullptr, {}, {}};
+    Link link{kind, nullptr, {}, {}, {}};
     std::vector<size_t>* places = &link.inputs;
     while (!line.empty()) {
       const std::string_view word = next_word();
@@ -195,11 +225,11 @@ class Chain final : public Operator {
     return link;
   }
 
-  // Gives each value between operators a slot that no other value has until its last reader has run.
-  void assign_slots(const ort::Api* api) {
+  // Notes after which operator the buffer of each value is free.
+  void find_ends(const ort::Api* api) {
     std::vector<bool> is_there(values, false);
     std::fill(is_there.begin(), is_there.begin() + static_cast<ptrdiff_t>(inputs), true);
-    std::vector<size_t> last(values, NONE);  // the link that reads a value last, or computes it
+    std::vector<size_t> last(values, NONE);  // the operator that reads a value last, or computes it
     for (size_t i = 0; i < links.size(); i++) {
       for (size_t value : links[i].inputs) {
         if (value == NONE) continue;
@@ -214,26 +244,8 @@ class Chain final : public Operator {
     }
     for (size_t value = 0; value < inputs + results; value++)
       require(api, is_there[value], "tformer-kernels: a chain lacks a result");
-    slot_of.assign(values, NONE);
-    std::vector<size_t> unused;
-    for (size_t i = 0; i < links.size(); i++) {
-      auto is_between = [&](size_t value) { return value != NONE && value >= inputs + results; };
-      for (size_t value : links[i].outputs) {
-        if (!is_between(value)) continue;
-        if (unused.empty()) unused.push_back(slot_count++);
-        slot_of[value] = unused.back();
-        unused.pop_back();
-      }
-      auto release = [&](const std::vector<size_t>& ended) {
-        for (size_t value : ended)
-          if (is_between(value) && last[value] == i) {
-            unused.push_back(slot_of[value]);
-            last[value] = NONE;  // an operator may read a value twice
-          }
-      };
-      release(links[i].inputs);
-      release(links[i].outputs);
-    }
+    for (size_t value = inputs + results; value < values; value++)
+      if (last[value] != NONE) links[last[value]].ended.push_back(value);
   }
 };
 
