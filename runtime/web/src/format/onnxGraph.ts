@@ -1,6 +1,6 @@
 /** The nodes, weights and tensors of a graph, and the changes of them that splitting a file needs. */
 
-import type { Dtype } from "../base/arrays.js";
+import { append, type Dtype } from "../base/arrays.js";
 import {
   ATTRIBUTE_G,
   ATTRIBUTE_NAME,
@@ -309,11 +309,12 @@ function encodeGraph(graph: Graph): Uint8Array[] {
         ...bytesField(ATTRIBUTE_G, encodeGraph(branch)),
         ...varintField(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_GRAPH),
       ];
-      content.push(...bytesField(NODE_ATTRIBUTE, attribute));
+      append(content, bytesField(NODE_ATTRIBUTE, attribute));
     }
-    parts.push(...bytesField(GRAPH_NODE, content));
+    append(parts, bytesField(GRAPH_NODE, content));
   }
-  parts.push(...graph.initializers.values(), ...graph.rest);
+  append(parts, graph.initializers.values());
+  append(parts, graph.rest);
   return parts;
 }
 

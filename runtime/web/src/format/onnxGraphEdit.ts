@@ -1,6 +1,6 @@
 /** New nodes and weights of a graph, and the weights that it has. */
 
-import { itemBytes, sizeOf, type Dtype } from "../base/arrays.js";
+import { append, itemBytes, sizeOf, type Dtype } from "../base/arrays.js";
 import {
   ATTRIBUTE_I,
   ATTRIBUTE_INTS,
@@ -98,7 +98,7 @@ export function attributesOf(node: Node): Map<string, Attribute> {
       if (part.number === ATTRIBUTE_NAME) name = textOf(content, part);
       else if (part.number === ATTRIBUTE_TYPE) type = part.varint;
       else if (part.number === ATTRIBUTE_I) [number] = [...signedVarintsOf(content, part), 0];
-      else if (part.number === ATTRIBUTE_INTS) numbers.push(...signedVarintsOf(content, part));
+      else if (part.number === ATTRIBUTE_INTS) append(numbers, signedVarintsOf(content, part));
       else if (part.number === ATTRIBUTE_S) text = textOf(content, part);
     }
     const values: Record<number, Attribute> = {
@@ -181,7 +181,7 @@ export function weightOf(graph: Graph, name: string): StoredTensor | undefined {
   for (const outer of iterFields(encoded)) {
     const tensor = contentOf(encoded, outer);
     for (const field of iterFields(tensor)) {
-      if (field.number === TENSOR_DIMS) shape.push(...varintsOf(tensor, field));
+      if (field.number === TENSOR_DIMS) append(shape, varintsOf(tensor, field));
       else if (field.number === TENSOR_DATA_TYPE) {
         dtype = (Object.keys(DATA_TYPES) as Dtype[]).find((known) => DATA_TYPES[known] === field.varint);
       } else if (field.number === TENSOR_RAW_DATA) raw = contentOf(tensor, field);
