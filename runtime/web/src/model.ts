@@ -2,6 +2,7 @@
 
 import { numberArray, type NumberArray } from "./base/arrays.js";
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { ownedStream } from "./base/ownedStream.js";
 import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
 import { chooseDevice, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
@@ -257,7 +258,7 @@ export class Model {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
     const request = this.request(input, 0, settings, prefix, images);
-    return generateStream(this.generator, request, settings, signal);
+    return ownedStream(generateStream(this.generator, request, settings, signal));
   }
 
   /**
