@@ -2,7 +2,7 @@
 
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { takeTurn } from "./base/eventLoop.js";
-import { OwnedStream, StreamControl } from "./base/ownedStream.js";
+import { readerOf, StreamControl } from "./base/ownedStream.js";
 import type { Generator } from "./decoding/generator.js";
 import type { GenerationOptions, Settings } from "./decoding/options.js";
 import {
@@ -268,7 +268,7 @@ export class Answers {
     const answer: PendingAnswer = {};
     const control = new StreamControl(values(answer));
     answer.control = control;
-    return new OwnedStream(control);
+    return readerOf(control);
   }
 
   /** Begin an answer. Throw UnsupportedCallError for a conversation that cannot take a message. */

@@ -377,7 +377,9 @@ test("options are refused by name", async () => {
     await expect(model.generate("a", { signal })).rejects.toThrow("signal must be an AbortSignal");
     await expect(Model.load(modelPath("g2p"), { signal })).rejects.toThrow(OptionError);
   }
-  await expect(Model.load(modelPath("g2p"), { onProgress: 1 } as object)).rejects.toThrow("onProgress must be a function");
+  await expect(Model.load(modelPath("g2p"), { onProgress: 1 } as object)).rejects.toThrow(
+    "onProgress must be a function",
+  );
   await expect(Model.load("/nowhere/model.onnx")).rejects.toThrow("/nowhere/model.onnx does not exist");
   await expect(Model.load("/")).rejects.toThrow(ModelFileError);
   await model.dispose();

@@ -41,34 +41,22 @@ export class StreamControl<T = unknown, R = unknown> {
   }
 }
 
-/** The reader's side of a stream. */
-export class OwnedStream<T, R> implements AsyncGenerator<T, R> {
-  constructor(private readonly control: StreamControl<T, R>) {
-    lost.register(this, control.values);
-  }
+const ASYNC_ITERATOR = Object.getPrototypeOf(Object.getPrototypeOf(async function* () {}.prototype)) as object;
 
-  next(): Promise<IteratorResult<T, R>> {
-    return this.control.next();
-  }
-
-  return(value: R | PromiseLike<R>): Promise<IteratorResult<T, R>> {
-    return this.control.values.return(value);
-  }
-
-  throw(error: unknown): Promise<IteratorResult<T, R>> {
-    return this.control.values.throw(error);
-  }
-
-  [Symbol.asyncIterator](): this {
-    return this;
-  }
-
-  async [Symbol.asyncDispose](): Promise<void> {
-    await this.return(undefined as R);
-  }
+/** Return the reader's side of a stream: an object of its own, which the garbage collector can find. */
+export function readerOf<T, R>(control: StreamControl<T, R>): AsyncGenerator<T, R> {
+  const { values } = control;
+  const calls = {
+    next: () => control.next(),
+    return: (value: R) => values.return(value),
+    throw: (error: unknown) => values.throw(error),
+  };
+  const reader = Object.assign(Object.create(ASYNC_ITERATOR) as object, calls) as AsyncGenerator<T, R>;
+  lost.register(reader, values);
+  return reader;
 }
 
 /** Return a stream of values. */
-export function ownedStream<T, R>(values: AsyncGenerator<T, R>): OwnedStream<T, R> {
-  return new OwnedStream(new StreamControl(values));
+export function ownedStream<T, R>(values: AsyncGenerator<T, R>): AsyncGenerator<T, R> {
+  return readerOf(new StreamControl(values));
 }
