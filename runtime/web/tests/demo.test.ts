@@ -141,6 +141,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
     }
     browser = await puppeteer.launch({ browser: kind, executablePath: path!, args: ["--no-sandbox"] });
     page = await browser.newPage();
+    page.setDefaultNavigationTimeout(HANG_MS);
     page.on("pageerror", (error) => problems.push(String(error)));
     page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
     page.on("request", (request) => {
@@ -239,8 +240,10 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
       input.value = "window";
       send.click();
     });
-    const answer = await models.words!.generate("window");
-    await expect.poll(() => textOf("#form .message span"), { timeout: HANG_MS }).toEqual(["window", answer.text]);
+    const begun = models.words!.chat();
+    const { text: answer } = await begun.send("window");
+    begun.release();
+    await expect.poll(() => textOf("#form .message span"), { timeout: HANG_MS }).toEqual(["window", answer]);
     await isDone();
 
     await choose("languages");
