@@ -139,7 +139,12 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
     for (const name of Object.keys(FILES) as (keyof typeof FILES)[]) {
       models[name] = await Model.load(join(folder, `${name}.onnx`), { device: "wasm", threads: 1 });
     }
-    browser = await puppeteer.launch({ browser: kind, executablePath: path!, args: ["--no-sandbox"] });
+    browser = await puppeteer.launch({
+      browser: kind,
+      executablePath: path!,
+      args: ["--no-sandbox"],
+      extraPrefsFirefox: { "ui.systemUsesDarkTheme": 1 }, // it has no command for it
+    });
     page = await browser.newPage();
     page.setDefaultNavigationTimeout(HANG_MS);
     page.on("pageerror", (error) => problems.push(String(error)));
@@ -178,7 +183,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
 
   async function type(text: string): Promise<void> {
     const box = (await page.$("#form input"))!;
-    await box.click({ clickCount: 3 });
+    await box.evaluate((input) => (input as HTMLInputElement).select());
     await box.type(text);
   }
 
@@ -300,7 +305,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
       const heights = (selector: string) =>
         page.$$eval(selector, (found) => found.map((one) => one.getBoundingClientRect().height));
       await page.setViewport({ width: 360, height: 640 });
-      await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
+      if (kind === "chrome") await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
       try {
         await page.focus('button[data-model="g2p"]');
         await page.keyboard.press("Enter");
@@ -322,7 +327,7 @@ describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s
         for (const part of back.match(/\d+/g)!) expect(Number(part)).toBeLessThan(64);
       } finally {
         await page.setViewport({ width: 800, height: 600 });
-        await page.emulateMediaFeatures([]);
+        if (kind === "chrome") await page.emulateMediaFeatures([]);
       }
       expect(problems).toEqual([]);
     },
