@@ -2,8 +2,9 @@
 
 The other forms are computed by a few standard operators over constants at the top of a graph. onnxruntime runs them
 when it loads the file, packs their results like any weight, and releases intermediate results at the end. This makes
-files half as large. The operators were chosen by speed, because few are fast over bytes. The runtime recognises them
-and computes their results itself (`tformer_runtime/format/weight_patterns.py`): change both together. Figures:
+files half as large. The operators were chosen by speed, because few are fast over bytes. Both runtimes recognise them
+and compute their results themselves (`tformer_runtime/rewriting/stored_weights.py`,
+`runtime/web/src/format/storedWeights.ts`): change all together. Figures:
 docs/design/quantization.md#storage-of-weights.
 """
 

@@ -2,6 +2,7 @@
 
 import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { takeTurn } from "./base/eventLoop.js";
+import { readerOf, StreamControl } from "./base/ownedStream.js";
 import type { Generator } from "./decoding/generator.js";
 import type { GenerationOptions, Settings } from "./decoding/options.js";
 import {
@@ -103,8 +104,7 @@ export class Chat {
   private state: State | undefined;
   private sources: Sources = new Map(); // the pictures that the state has read
   private cachedIds = new Int32Array(0); // a prefix of the ids in the cache
-  private released = false;
-  private busy = false;
+  private readonly answers = new Answers(() => this.state?.release());
 
   /** Use `Model.chat`. */
   constructor(private readonly parts: ChatParts) {
@@ -125,32 +125,47 @@ export class Chat {
   async send(message: ChatMessage, options: CallOptions = {}): Promise<Result> {
     const { signal, ...generation } = options;
     const settings = this.parts.settings(generation, false);
-    return this.alone(async () => {
+    const answer = this.answers.begin();
+    try {
       const { request, ids } = await this.request(message, settings, signal);
       const [result] = await this.parts.generator.generateAll([request], settings, signal);
       this.addTurn(message, ids, result);
       return result;
-    });
+    } finally {
+      this.answers.end(answer);
+    }
   }
 
-  /** Yield the text of the answer of `send` in pieces. The turn is added to the conversation after the last piece. */
-  async *stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
-    const { signal, ...generation } = options;
+  /**
+   * Yield the text of the answer of `send` in pieces. The turn is added to the conversation after the last piece.
+   *
+   * The next message ends a stream that waits to be read on; `rewind` and `release` do, too. The stream then throws
+   * UnsupportedCallError.
+   */
+  stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
+    return this.answers.stream((answer) => this.streamed(message, options, answer));
+  }
+
+  private async *streamed(
+    message: ChatMessage,
+    { signal, ...generation }: CallOptions,
+    answer: PendingAnswer,
+  ): AsyncGenerator<string, Result> {
     const settings = this.parts.settings(generation, true);
-    this.begin();
+    this.answers.begin(answer);
     try {
       const { request, ids } = await this.request(message, settings, signal);
       const result = yield* generateStream(this.parts.generator, request, settings, signal);
       this.addTurn(message, ids, result);
       return result;
     } finally {
-      this.end();
+      this.answers.end(answer);
     }
   }
 
   /** Remove the last turns. The cache of their common prefix with the next turn is reused. */
   rewind(turns = 1): void {
-    checkFree(false, this.busy);
+    this.answers.mustBeEnded();
     if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
       throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
     }
@@ -159,27 +174,7 @@ export class Chat {
 
   /** Free the memory, after the message that is being answered. The conversation cannot continue. */
   release(): void {
-    this.released = true;
-    if (!this.busy) this.state?.release();
-  }
-
-  private begin(): void {
-    checkFree(this.released, this.busy);
-    this.busy = true;
-  }
-
-  private end(): void {
-    this.busy = false;
-    if (this.released) this.state?.release(); // a suspended run used it until now
-  }
-
-  private async alone<T>(work: () => Promise<T>): Promise<T> {
-    this.begin();
-    try {
-      return await work();
-    } finally {
-      this.end();
-    }
+    this.answers.release();
   }
 
   /** Cache the conversation up to its last id. Return the request for the answer, and the ids up to the answer. */
@@ -255,12 +250,64 @@ export class Chat {
   }
 }
 
-/** Throw UnsupportedCallError for a conversation that cannot take a message. */
-export function checkFree(released: boolean, busy: boolean): void {
-  if (released) {
-    throw new UnsupportedCallError("the conversation has been released and cannot be continued: begin another");
+/** An answer that is being generated. control: of its stream. */
+export interface PendingAnswer {
+  control?: StreamControl;
+}
+
+/** The answers of a conversation, of which one is generated at a time. */
+export class Answers {
+  private current: PendingAnswer | undefined;
+  private released = false;
+
+  /** free: frees the memory of the conversation, which an answer uses until its end. */
+  constructor(private readonly free: () => void) {}
+
+  /** Return the stream of an answer. values: yields its pieces. It begins and ends the answer. */
+  stream<T, R>(values: (answer: PendingAnswer) => AsyncGenerator<T, R>): AsyncGenerator<T, R> {
+    const answer: PendingAnswer = {};
+    const control = new StreamControl(values(answer));
+    answer.control = control;
+    return readerOf(control);
   }
-  if (busy) throw new UnsupportedCallError("the conversation is answering a message: await its end first");
+
+  /** Begin an answer. Throw UnsupportedCallError for a conversation that cannot take a message. */
+  begin(answer: PendingAnswer = {}): PendingAnswer {
+    if (this.released) {
+      throw new UnsupportedCallError("the conversation has been released and cannot be continued: begin another");
+    }
+    this.mustBeEnded();
+    return (this.current = answer);
+  }
+
+  end(answer: PendingAnswer): void {
+    if (this.current !== answer) return; // another one has taken its place
+    this.current = undefined;
+    if (this.released) this.free();
+  }
+
+  /** End a stream that nobody reads. Throw UnsupportedCallError for an answer that is being computed. */
+  mustBeEnded(): void {
+    this.closeUnread();
+    if (this.current) throw new UnsupportedCallError("the conversation is answering a message: await its end first");
+  }
+
+  /** Free the memory, after the answer that is being computed. */
+  release(): void {
+    if (this.released) return;
+    this.released = true;
+    this.closeUnread();
+    if (!this.current) this.free();
+  }
+
+  private closeUnread(): void {
+    const control = this.current?.control;
+    if (!control || control.isRead) return;
+    this.current = undefined;
+    control.close(
+      new UnsupportedCallError("the answer was not read to its end, and the conversation went on without it"),
+    );
+  }
 }
 
 /** Add ids to the cache of a state with one row, a chunk per step. Throw AbortedError. */

@@ -14,6 +14,7 @@ export {
 export type { NumberArray } from "./base/arrays.js";
 export { CachedPrefix, Chat, type CallOptions, type ChatMessage, type Turn } from "./chat.js";
 export type { Alternatives } from "./decoding/logProbabilities.js";
+export type { EarlyStopping, LogitsProcessor } from "./decoding/optionChecks.js";
 export type { GenerationOptions } from "./decoding/options.js";
 export type { Result, Timing } from "./decoding/request.js";
 export type { FinishReason } from "./decoding/sequence.js";

@@ -1,8 +1,9 @@
 /** `Model`: a loaded model file, and the calls of all tasks. */
 
 import { numberArray, type NumberArray } from "./base/arrays.js";
-import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
-import { checkBoolean, checkInt, checkNames, MAX_THREADS } from "./base/validation.js";
+import { checkAborted, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { ownedStream } from "./base/ownedStream.js";
+import { checkBoolean, checkInt, checkNames, invalidValue, MAX_THREADS } from "./base/validation.js";
 import { chooseDevice, isNode } from "./backend/devices.js";
 import { closedError } from "./backend/session.js";
 import type { WasmOptions } from "./backend/wasmSession.js";
@@ -175,6 +176,10 @@ export class Model {
     checkNames(Object.keys(options), LOAD_OPTIONS);
     const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
     checkBoolean("verify", verify);
+    checkAborted(signal);
+    if (onProgress !== undefined && typeof onProgress !== "function") {
+      throw invalidValue("onProgress", "a function", onProgress);
+    }
     if (options.maxBytes !== undefined) checkInt("maxBytes", options.maxBytes, 1, Number.MAX_SAFE_INTEGER);
     const isPage = !isNode() && typeof document !== "undefined" && typeof Worker === "function";
     if (checkBoolean("worker", options.worker ?? isPage)) {
@@ -257,7 +262,7 @@ export class Model {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
     const request = this.request(input, 0, settings, prefix, images);
-    return generateStream(this.generator, request, settings, signal);
+    return ownedStream(generateStream(this.generator, request, settings, signal));
   }
 
   /**

@@ -9,8 +9,17 @@ import {
   OptionError,
   UnsupportedCallError,
 } from "./base/errors.js";
+import { ownedStream } from "./base/ownedStream.js";
 import { closedError } from "./backend/session.js";
-import { checkFree, type CachedPrefix, type CallOptions, type Chat, type ChatMessage, type Turn } from "./chat.js";
+import {
+  Answers,
+  type CachedPrefix,
+  type CallOptions,
+  type Chat,
+  type ChatMessage,
+  type PendingAnswer,
+  type Turn,
+} from "./chat.js";
 import { releasedPrefixError, type Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
 import { absoluteAddress, type ModelAddress } from "./loading/source.js";
@@ -166,7 +175,7 @@ export class RemoteModel implements Public<Model> {
   }
 
   stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
-    return this.iterate("stream", [sendable(input)], options) as AsyncGenerator<string, Result>;
+    return ownedStream(this.iterate("stream", [sendable(input)], options) as AsyncGenerator<string, Result>);
   }
 
   generateBatch(inputs: Inputs<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
@@ -387,8 +396,10 @@ class RemotePrefix implements Pick<CachedPrefix, "release"> {
 /** A conversation with a model in a worker. */
 class RemoteChat implements Public<Chat> {
   readonly turns: Turn[] = [];
-  private released = false;
-  private busy = false;
+  /** As of `Chat`: the worker may have an answer that this side does not know yet. */
+  private readonly answers = new Answers(() => {
+    this.number.then((number) => this.model.release(number)).catch(() => {}); // it may never have begun
+  });
 
   constructor(
     private readonly model: RemoteModel,
@@ -396,38 +407,42 @@ class RemoteChat implements Public<Chat> {
   ) {}
 
   async send(message: ChatMessage, options: CallOptions = {}): Promise<Result> {
-    const known = this.begin();
+    const answer = this.begin();
     try {
-      return this.added(message, (await this.model.call("send", [message], options, known)) as SentTurn);
+      return this.added(message, (await this.model.call("send", [message], options, this.known)) as SentTurn);
     } finally {
-      this.end();
+      this.answers.end(answer);
     }
   }
 
-  async *stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
-    const known = this.begin();
+  stream(message: ChatMessage, options: CallOptions = {}): AsyncGenerator<string, Result> {
+    return this.answers.stream((answer) => this.streamed(message, options, answer));
+  }
+
+  private async *streamed(
+    message: ChatMessage,
+    options: CallOptions,
+    answer: PendingAnswer,
+  ): AsyncGenerator<string, Result> {
+    this.begin(answer);
     try {
-      const pieces = this.model.iterate("stream", [message], options, known) as AsyncGenerator<string, SentTurn>;
+      const pieces = this.model.iterate("stream", [message], options, this.known) as AsyncGenerator<string, SentTurn>;
       return this.added(message, yield* pieces);
     } finally {
-      this.end();
+      this.answers.end(answer);
     }
   }
 
-  /** Throw UnsupportedCallError as `Chat` does: the worker may have an answer that this side does not know yet. */
-  private begin(): KnownChat {
-    if (!this.model.disposed) checkFree(this.released, this.busy); // the calls of a closed model have an error of their own
-    this.busy = true;
+  private begin(answer: PendingAnswer = {}): PendingAnswer {
+    return this.model.disposed ? answer : this.answers.begin(answer); // calls of a closed model have an error of their own
+  }
+
+  private get known(): KnownChat {
     return { number: this.number, turns: this.turns.length };
   }
 
-  private end(): void {
-    this.busy = false;
-    if (this.released) this.free();
-  }
-
   rewind(turns = 1): void {
-    checkFree(false, this.busy);
+    this.answers.mustBeEnded();
     if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
       throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
     }
@@ -435,13 +450,7 @@ class RemoteChat implements Public<Chat> {
   }
 
   release(): void {
-    if (this.released) return;
-    this.released = true;
-    if (!this.busy) this.free();
-  }
-
-  private free(): void {
-    this.number.then((number) => this.model.release(number)).catch(() => {}); // it may never have begun
+    this.answers.release();
   }
 
   private added(message: ChatMessage, { result, ids }: SentTurn): Result {

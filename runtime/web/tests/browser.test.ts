@@ -4,19 +4,15 @@ import { copyFileSync, mkdirSync, mkdtempSync, rmSync, statSync, symlinkSync, wr
 import { tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
 import { build } from "esbuild";
-import puppeteer, { type Browser, type Page, type SupportedBrowser } from "puppeteer-core";
+import puppeteer, { type Browser, type Page } from "puppeteer-core";
 import { build as viteBuild } from "vite";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
-import { CHROMIUM, FIREFOX } from "./support/browsers.js";
+import { BROWSERS } from "./support/browsers.js";
 import { example } from "./support/docs.js";
 import { modelPath } from "./support/models.js";
 import { PageServer } from "./support/pageServer.js";
 
 const PACKAGE = resolve(import.meta.dirname, "..");
-const BROWSERS: readonly [name: string, kind: SupportedBrowser, path: string | undefined][] = [
-  ["Chromium", "chrome", CHROMIUM],
-  ["Firefox", "firefox", FIREFOX],
-];
 const HANG_MS = 60_000;
 
 /** Wait for a text in the output of a page. */

@@ -1,4 +1,4 @@
-/** The page of `make web-demo` in Chromium: each form, offline the second time, under the policy of its server. */
+/** The page of `make web-demo` in Chromium and Firefox: each form, offline the second time, under the policy of its server. */
 
 import { execFileSync, spawn, spawnSync, type ChildProcess } from "node:child_process";
 import {
@@ -17,7 +17,7 @@ import { gzipSync } from "node:zlib";
 import puppeteer, { type Browser, type Page } from "puppeteer-core";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { Model } from "../src/index.js";
-import { CHROMIUM } from "./support/browsers.js";
+import { BROWSERS } from "./support/browsers.js";
 import { modelPath } from "./support/models.js";
 
 const DEMO = resolve(import.meta.dirname, "../demo");
@@ -116,7 +116,7 @@ test("a build replaces the files of an earlier one, and no others", () => {
   }
 });
 
-describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
+describe.each(BROWSERS.filter(([, , path]) => path))("the page of the demo in %s", (_, kind, path) => {
   const models: Partial<Record<keyof typeof FILES, Model>> = {}; // the same files in Node: their results are expected
   const problems: string[] = [];
   let folder: string;
@@ -139,8 +139,14 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
     for (const name of Object.keys(FILES) as (keyof typeof FILES)[]) {
       models[name] = await Model.load(join(folder, `${name}.onnx`), { device: "wasm", threads: 1 });
     }
-    browser = await puppeteer.launch({ executablePath: CHROMIUM!, args: ["--no-sandbox"] });
+    browser = await puppeteer.launch({
+      browser: kind,
+      executablePath: path!,
+      args: ["--no-sandbox"],
+      extraPrefsFirefox: { "ui.systemUsesDarkTheme": 1 }, // it has no command for it
+    });
     page = await browser.newPage();
+    page.setDefaultNavigationTimeout(HANG_MS);
     page.on("pageerror", (error) => problems.push(String(error)));
     page.on("console", (message) => message.type() === "error" && problems.push(message.text()));
     page.on("request", (request) => {
@@ -177,7 +183,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
 
   async function type(text: string): Promise<void> {
     const box = (await page.$("#form input"))!;
-    await box.click({ clickCount: 3 });
+    await box.evaluate((input) => (input as HTMLInputElement).select());
     await box.type(text);
   }
 
@@ -226,6 +232,24 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
     await page.click("#form ::-p-aria(New conversation)");
     expect(await textOf("#form .message")).toEqual([]);
     expect(await textOf("#form .error")).toEqual([]);
+
+    // A message right after another conversation was begun, while the answer of the last one is still computed.
+    await page.$eval("#form", (form) => {
+      const input = form.querySelector("input")!;
+      const [send] = form.querySelectorAll("button");
+      const another = [...form.querySelectorAll("button")].find((one) => one.textContent === "New conversation")!;
+      input.value = "browser";
+      send.click();
+      another.click();
+      if (send.disabled) throw new Error("no message can be sent");
+      input.value = "window";
+      send.click();
+    });
+    const begun = models.words!.chat();
+    const { text: answer } = await begun.send("window");
+    begun.release();
+    await expect.poll(() => textOf("#form .message span"), { timeout: HANG_MS }).toEqual(["window", answer]);
+    await isDone();
 
     await choose("languages");
     const text = "Wo ist der Bahnhof";
@@ -281,7 +305,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
       const heights = (selector: string) =>
         page.$$eval(selector, (found) => found.map((one) => one.getBoundingClientRect().height));
       await page.setViewport({ width: 360, height: 640 });
-      await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
+      if (kind === "chrome") await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "dark" }]);
       try {
         await page.focus('button[data-model="g2p"]');
         await page.keyboard.press("Enter");
@@ -303,7 +327,7 @@ describe.skipIf(!CHROMIUM)("the page of the demo in Chromium", () => {
         for (const part of back.match(/\d+/g)!) expect(Number(part)).toBeLessThan(64);
       } finally {
         await page.setViewport({ width: 800, height: 600 });
-        await page.emulateMediaFeatures([]);
+        if (kind === "chrome") await page.emulateMediaFeatures([]);
       }
       expect(problems).toEqual([]);
     },

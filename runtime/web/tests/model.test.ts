@@ -372,6 +372,14 @@ test("options are refused by name", async () => {
   expect(() => model.stream("a", { numBeams: 2, numReturnSequences: 2 })).toThrow(OptionError);
   await expect(Model.load(modelPath("g2p"), { gpu: true } as object)).rejects.toThrow('there is no option "gpu"');
   await expect(Model.load(modelPath("g2p"), { device: "tpu" })).rejects.toThrow('there is no device "tpu"');
+  const controller = new AbortController();
+  for (const signal of [controller, "stop"] as unknown as AbortSignal[]) {
+    await expect(model.generate("a", { signal })).rejects.toThrow("signal must be an AbortSignal");
+    await expect(Model.load(modelPath("g2p"), { signal })).rejects.toThrow(OptionError);
+  }
+  await expect(Model.load(modelPath("g2p"), { onProgress: 1 } as object)).rejects.toThrow(
+    "onProgress must be a function",
+  );
   await expect(Model.load("/nowhere/model.onnx")).rejects.toThrow("/nowhere/model.onnx does not exist");
   await expect(Model.load("/")).rejects.toThrow(ModelFileError);
   await model.dispose();

@@ -10,7 +10,7 @@ import { progressLine } from "./progress.js";
  * @property {string} [button] the text of the button; without it the form runs at each change of its controls
  * @property {readonly Node[]} [buttons] more of them
  * @property {boolean} [starts] run once at the beginning
- * @property {boolean} [waits] a run is not replaced: the next one begins after its end
+ * @property {boolean} [waits] a run is not replaced: after it was stopped, the next one begins at its end
  * @property {HTMLElement} [result]
  * @property {AbortSignal} signal ends the form
  */
@@ -28,13 +28,21 @@ export function runForm({ controls, run, button, buttons = [], starts = false, w
   const stop = element("button", { type: "button", class: "plain", disabled: true, click: end }, "Stop");
   /** @type {AbortController | null} */
   let current = null;
+  let isNextWaiting = false; // for the end of a run that was stopped
 
   function end() {
-    current?.abort();
+    isNextWaiting = false;
+    if (!current) return;
+    current.abort();
+    submit.disabled = false;
   }
 
   async function begin() {
-    if (waits && current) return;
+    if (waits && current) {
+      isNextWaiting = current.signal.aborted;
+      submit.disabled = true;
+      return;
+    }
     end();
     const controller = (current = new AbortController());
     const began = performance.now();
@@ -57,6 +65,9 @@ export function runForm({ controls, run, button, buttons = [], starts = false, w
     submit.disabled = false;
     if (document.activeElement === stop) submit.focus(); // a disabled button loses the focus
     stop.disabled = true;
+    if (!isNextWaiting) return;
+    isNextWaiting = false;
+    begin();
   }
 
   /** @param {Event} event */

@@ -165,6 +165,18 @@ export class Gpu {
     const bytes = copies.map((parts) => (isWithin(parts) ? parts.reduce((sum, { size }) => sum + size, 0) : 0));
     const scratchBytes = bytes.reduce((most, one) => Math.max(most, one), 0);
     const scratch = scratchBytes ? this.buffer(scratchBytes) : undefined;
+    try {
+      this.submitCopies(copies, isWithin, scratch);
+    } finally {
+      scratch?.destroy(); // the commands that were submitted still use it
+    }
+  }
+
+  private submitCopies(
+    copies: readonly (readonly BufferCopy[])[],
+    isWithin: (parts: readonly BufferCopy[]) => boolean,
+    scratch: GPUBuffer | undefined,
+  ): void {
     const encoder = this.device.createCommandEncoder();
     for (const parts of copies) {
       if (!isWithin(parts)) {
@@ -185,7 +197,6 @@ export class Gpu {
       }
     }
     this.device.queue.submit([encoder.finish()]);
-    scratch?.destroy(); // the commands that were submitted still use it
   }
 
   /** Throw the error of the GPU since the latest call, which no call of onnxruntime reports. */

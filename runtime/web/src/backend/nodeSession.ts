@@ -8,6 +8,7 @@ import {
   checkPrecision,
   closedError,
   copyInMemory,
+  openingError,
   translateError,
   withRows,
   type Backend,
@@ -76,7 +77,7 @@ class NodeBackend implements Backend {
       });
       return new NodeSession(this.ort, opened, name);
     } catch (error) {
-      throw translateError(error, name);
+      throw openingError(error, name);
     }
   }
 }

@@ -123,6 +123,17 @@ export function translateError(error: unknown, name: string): TformerError {
   return new ModelFileError(`onnxruntime cannot run ${name}: ${text}`, undefined, error);
 }
 
+/** Return the TformerError for an error of opening a file. */
+export function openingError(error: unknown, name: string): TformerError {
+  const translated = translateError(error, name);
+  if (!(error instanceof RangeError || translated instanceof OutOfMemoryError)) return translated;
+  return new OutOfMemoryError(
+    `there is not enough memory to load ${name}: dispose other models, or export a smaller or quantised model`,
+    undefined,
+    error,
+  );
+}
+
 /** Return the first line of an error of onnxruntime, without its code. */
 function firstLine(error: unknown): string {
   const text = String(error instanceof Error ? error.message : error).trim();

@@ -12,11 +12,11 @@ import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors
 import { DATA_TYPES } from "../format/onnxFields.js";
 import type { Manifest } from "../format/manifest.js";
 import { readingFile } from "../format/modelFile.js";
-import { withIntegerProducts } from "../format/productRewrite.js";
 import {
   checkPrecision,
   closedError,
   copyInMemory,
+  openingError,
   translateError,
   withRows,
   type Backend,
@@ -97,6 +97,7 @@ export interface WasmOptions {
 
 const ALIGNMENT_BYTES = 64; // kernels read whole vectors
 export const POINTER_BYTES = 4;
+const MEMORY_BYTES = 2 ** 32; // that addresses reach
 export const LOCATION_CPU = 1; // of onnxruntime-web/lib/wasm/wasm-common.ts
 const MAX_DEFAULT_THREADS = 4;
 
@@ -161,7 +162,7 @@ export class Heap {
   constructor(readonly module: OrtModule) {}
 
   allocate(bytes: number): number {
-    const pointer = this.module._malloc(bytes) >>> 0;
+    const pointer = bytes < MEMORY_BYTES ? this.module._malloc(bytes) >>> 0 : 0; // of more it takes the lower 32 bits
     if (!pointer) {
       throw new OutOfMemoryError(
         `${bytes.toLocaleString("en-US")} bytes are needed at once, which WebAssembly's memory does not have: ask for ` +
@@ -239,7 +240,12 @@ export class WasmBackend implements Backend {
     const raw = this.heap.allocate(bytes + ALIGNMENT_BYTES);
     const pointer = Math.ceil(raw / ALIGNMENT_BYTES) * ALIGNMENT_BYTES;
     this.heap.module.HEAPU8.fill(0, pointer, pointer + bytes);
-    return new WasmTensor(this.heap, dtype, dims, pointer, raw);
+    try {
+      return new WasmTensor(this.heap, dtype, dims, pointer, raw);
+    } catch (error) {
+      this.heap.module._free(raw);
+      throw error;
+    }
   }
 
   deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
@@ -256,7 +262,7 @@ export class WasmBackend implements Backend {
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
     checkPrecision(manifest, name);
-    const [fastModel, allWeights] = withFastProducts(model, weights, name);
+    const [fastModel, allWeights] = await withFastProducts(model, weights, name);
     return new WasmSession(this.heap, await this.openHandle(fastModel, allWeights, manifest, name), name);
   }
 
@@ -270,9 +276,10 @@ export class WasmBackend implements Backend {
   ): Promise<number> {
     const { heap } = this;
     const { module } = heap;
-    const place = heap.allocate(model.length);
+    let place = 0;
     let options = 0;
     try {
+      place = heap.allocate(model.length);
       module.HEAPU8.set(model, place);
       const hasPattern = !addProvider; // memory patterns are of the CPU
       options = module._OrtCreateSessionOptions(99, true, hasPattern, 0, false, 0, 0, 4, 0, 0);
@@ -287,20 +294,28 @@ export class WasmBackend implements Backend {
       if (!session) throw new Error(heap.lastError());
       return session;
     } catch (error) {
-      throw heap.errorOf(error, name);
+      throw openingError(heap.errorOf(error, name), name);
     } finally {
       module.unmountExternalData();
       if (options) module._OrtReleaseSessionOptions(options);
-      module._free(place);
+      if (place) module._free(place);
     }
   }
 }
 
 /** Return the model with the products that are fast in WebAssembly, and its weights with theirs. */
-function withFastProducts(model: Uint8Array, weights: Weights, name: string): [Uint8Array, Weights] {
+async function withFastProducts(model: Uint8Array, weights: Weights, name: string): Promise<[Uint8Array, Weights]> {
+  const { withIntegerProducts } = await import("../format/productRewrite.js"); // a page with workers needs no code of it
   const { location, bytes, dataFiles } = weights;
   const read = (file: string) => (file === location ? bytes : dataFiles?.get(file));
-  const rewritten = readingFile(name, () => withIntegerProducts(model, read));
+  const rewritten = readingFile(name, () => {
+    try {
+      return withIntegerProducts(model, read);
+    } catch (error) {
+      if (error instanceof RangeError) throw openingError(error, name); // of an array
+      throw error;
+    }
+  });
   if (!rewritten.files.size) return [rewritten.model, weights];
   return [rewritten.model, { ...weights, dataFiles: new Map([...(dataFiles ?? []), ...rewritten.files]) }];
 }
@@ -389,10 +404,20 @@ export class WasmBinding implements Binding {
     inputs: Inputs,
     outputs: Outputs,
   ) {
-    const { module } = heap;
     this.inputCount = inputs.size;
     this.outputNames = [...outputs.keys()];
     this.place = heap.allocate(2 * POINTER_BYTES * (inputs.size + outputs.size));
+    try {
+      this.write(inputs, outputs);
+    } catch (error) {
+      heap.module._free(this.place);
+      throw error;
+    }
+  }
+
+  private write(inputs: Inputs, outputs: Outputs): void {
+    const { heap } = this;
+    const { module } = heap;
     let i = 0;
     for (const [input, tensor] of inputs) {
       module.setValue(this.place + POINTER_BYTES * i, heap.name(input), "*");

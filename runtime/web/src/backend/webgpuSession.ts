@@ -313,8 +313,14 @@ class GpuTensor implements HandledTensor {
 
   /** The handle of the module's tensor, which is made when the first binding needs it. */
   get handle(): number {
-    this.own ||= this.runtime.heap.wrap(this.dtype, this.dims, this.shared.join(), LOCATION_GPU_BUFFER);
-    return this.own;
+    if (this.own) return this.own;
+    const buffer = this.shared.join();
+    try {
+      return (this.own = this.runtime.heap.wrap(this.dtype, this.dims, buffer, LOCATION_GPU_BUFFER));
+    } catch (error) {
+      this.shared.leave();
+      throw error;
+    }
   }
 
   data(): never {
@@ -437,7 +443,12 @@ class WebGpuBinding extends WasmBinding {
     const { module, gpu } = this.runtime;
     const from = module.webgpuGetBuffer(pointer);
     const to = gpu.buffer(sizeOf(dims) * itemBytes(dtype));
-    gpu.copy([[{ from, fromOffset: 0, to, toOffset: 0, size: to.size }]]);
+    try {
+      gpu.copy([[{ from, fromOffset: 0, to, toOffset: 0, size: to.size }]]);
+    } catch (error) {
+      to.destroy();
+      throw error;
+    }
     module._OrtReleaseTensor(handle);
     return new GpuTensor(this.runtime, dtype, dims, new SharedBuffer(this.runtime, to));
   }

@@ -47,6 +47,11 @@ export function sizeOf(shape: readonly number[]): number {
   return size;
 }
 
+/** Append any number of values, which as arguments of `push` would have to fit on the stack. */
+export function append<T>(target: T[], values: Iterable<T>): void {
+  for (const value of values) target.push(value);
+}
+
 /** Write whole numbers to an array of any type. */
 export function writeNumbers(target: TypedArray, values: ArrayLike<number>, offset = 0): void {
   if (target instanceof BigInt64Array) {

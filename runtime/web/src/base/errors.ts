@@ -103,7 +103,11 @@ export function abortedError(signal: AbortSignal): AbortedError {
   return new AbortedError("the call was aborted by its signal", undefined, signal.reason);
 }
 
-/** Throw AbortedError if the signal is aborted. */
+/** Throw AbortedError if the signal is aborted, OptionError for another object, such as its controller. */
 export function checkAborted(signal: AbortSignal | undefined): void {
-  if (signal?.aborted) throw abortedError(signal);
+  if (signal === undefined || signal === null) return;
+  if (typeof signal.aborted !== "boolean" || typeof signal.addEventListener !== "function") {
+    throw new OptionError("signal must be an AbortSignal: that of an AbortController is its signal", "signal");
+  }
+  if (signal.aborted) throw abortedError(signal);
 }

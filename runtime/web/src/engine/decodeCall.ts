@@ -1,7 +1,8 @@
 /** A run of the decode stage for one shape of tokens: inputs and outputs are bound once, and a run writes what changes. */
 
 import type { Backend, Binding, Session, Tensor } from "../backend/session.js";
-import { asNumbers, numberArray, sizeOf, writeNumbers, type NumberArray } from "../base/arrays.js";
+import { asNumbers, numberArray, sizeOf, writeNumbers, type Dtype, type NumberArray } from "../base/arrays.js";
+import { allOrNothing, disposeAll } from "../base/disposal.js";
 import {
   ADAPTER_ROWS,
   COLUMN_IDS,
@@ -32,23 +33,36 @@ export interface CallResources {
 
 export class DecodeCall {
   private readonly inputs = new Map<string, Tensor>(); // those of this call
-  private readonly logits: Tensor;
-  private readonly scatter: LogitScatter | undefined;
-  private bindings: Binding[];
+  private readonly tensors: Tensor[] = []; // all of this call, but for `slotIndices`
+  private logits!: Tensor;
+  private scatter: LogitScatter | undefined;
+  private bindings: Binding[] = [];
   private slotIndices: Tensor | undefined; // its length is that of the latest run
   private readonly hasSelect: boolean;
   private readonly rows: number;
 
+  /** Throw OutOfMemoryError. */
   constructor(
     private readonly resources: CallResources,
     state: State,
     private readonly newTokens: number,
     private readonly positions: LogitPositions,
   ) {
-    const { backend, decode } = resources;
-    const rows = (this.rows = state.rows);
+    this.rows = state.rows;
+    this.hasSelect = resources.decode.controls.includes(SELECTED_TOKENS);
+    try {
+      this.allocate(state);
+      if (!resources.decode.controls.includes(SLOT_INDICES)) this.bindings = this.bindAll(state);
+    } catch (error) {
+      this.dispose();
+      throw error;
+    }
+  }
+
+  private allocate(state: State): void {
+    const { rows, newTokens, positions } = this;
+    const { decode } = this.resources;
     const controls = new Set(decode.controls);
-    this.hasSelect = controls.has(SELECTED_TOKENS);
     const selected = positions === "all" ? newTokens : 1;
     const shapes: [string, number[]][] = [
       [POSITIONS, [rows, newTokens]],
@@ -59,18 +73,18 @@ export class DecodeCall {
       [SELECTED_TOKENS, [rows, selected]],
       [ADAPTER_ROWS, [rows]],
     ];
-    this.inputs.set(decode.step.name, backend.tensor(decode.step.dtype, [rows, newTokens, ...stepFeatures(decode)]));
+    this.inputs.set(decode.step.name, this.tensor(decode.step.dtype, [rows, newTokens, ...stepFeatures(decode)]));
     for (const [name, shape] of shapes) {
       if (!controls.has(name)) continue;
       const dtype = name === LAST_POSITION || name === TOTAL_SLOTS ? "int32" : "int64";
-      this.inputs.set(name, backend.tensor(dtype, shape));
+      this.inputs.set(name, this.tensor(dtype, shape));
     }
     const numPositions = this.hasSelect ? selected : newTokens;
     const { candidates } = state;
-    this.logits = backend.tensor("float32", [rows, numPositions, candidates?.ids.length || logitCount(decode)]);
+    this.logits = this.tensor("float32", [rows, numPositions, candidates?.ids.length || logitCount(decode)]);
     this.scatter = candidates && new LogitScatter(rows, numPositions, candidates);
     if (candidates?.weight) {
-      const columns = backend.tensor("int64", [candidates.ids.length]);
+      const columns = this.tensor("int64", [candidates.ids.length]);
       writeNumbers(columns.data(), candidates.ids);
       this.inputs.set(COLUMN_IDS, columns);
     }
@@ -78,18 +92,26 @@ export class DecodeCall {
       const low = this.low(SELECTED_TOKENS)!;
       for (let i = 0; i < rows * newTokens; i++) low[2 * i] = i % newTokens;
     }
-    this.bindings = controls.has(SLOT_INDICES) ? [] : this.bindAll(state);
   }
 
-  private bindAll(state: State): Binding[] {
-    return Array.from({ length: state.cache.sides }, (_, side) => this.bind(state, side));
+  /** Return a new tensor of this call. */
+  private tensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    const tensor = this.resources.backend.tensor(dtype, dims);
+    this.tensors.push(tensor);
+    return tensor;
+  }
+
+  private bindAll(state: State, slotIndices?: Tensor): Binding[] {
+    return allOrNothing((keep) =>
+      Array.from({ length: state.cache.sides }, (_, side) => keep(this.bind(state, side, slotIndices))),
+    );
   }
 
   /** Return a binding of all inputs and outputs. side: of the caches that holds the past. */
-  private bind(state: State, side: number): Binding {
+  private bind(state: State, side: number, slotIndices: Tensor | undefined): Binding {
     const { decode, session, inputNames } = this.resources;
     const bound = new Map(this.inputs);
-    if (this.slotIndices) bound.set(SLOT_INDICES, this.slotIndices);
+    if (slotIndices) bound.set(SLOT_INDICES, slotIndices);
     if (state.candidates?.weight) bound.set(COLUMN_WEIGHT, state.candidates.weight);
     const context = state.context.values();
     decode.context.forEach((name, i) => bound.set(name, context[i]));
@@ -189,12 +211,16 @@ export class DecodeCall {
   /** Bind the indices of all slots, whose number changes with each run. */
   private bindSlots(state: State, totalSlots: number): void {
     if (this.slotIndices?.dims[0] === totalSlots) return;
-    for (const binding of this.bindings) binding.dispose();
+    const [slotIndices, bindings] = allOrNothing((keep) => {
+      const indices = keep(this.resources.backend.tensor("int64", [totalSlots]));
+      const data = indices.data() as BigInt64Array;
+      for (let i = 0; i < totalSlots; i++) data[i] = BigInt(i);
+      return [indices, this.bindAll(state, indices)] as const;
+    });
+    disposeAll(this.bindings);
     this.slotIndices?.dispose();
-    this.slotIndices = this.resources.backend.tensor("int64", [totalSlots]);
-    const data = this.slotIndices.data() as BigInt64Array;
-    for (let i = 0; i < totalSlots; i++) data[i] = BigInt(i);
-    this.bindings = this.bindAll(state);
+    this.slotIndices = slotIndices;
+    this.bindings = bindings;
   }
 
   /** Return the values of each row's last token. width: of each token. */
@@ -235,10 +261,9 @@ export class DecodeCall {
   }
 
   dispose(): void {
-    for (const binding of this.bindings) binding.dispose();
-    for (const tensor of this.inputs.values()) tensor.dispose();
+    disposeAll(this.bindings);
+    disposeAll(this.tensors);
     this.slotIndices?.dispose();
-    this.logits.dispose();
     this.bindings = [];
     this.inputs.clear();
   }

@@ -6,6 +6,7 @@
  */
 
 import { withRows, type Backend, type Tensor } from "../backend/session.js";
+import { allOrNothing, disposeAll } from "../base/disposal.js";
 import type { MemoryUse } from "./memoryUse.js";
 import { moveRows, planMoves, rowCopy } from "./rowMoves.js";
 
@@ -31,7 +32,7 @@ export class EncoderContext {
   /** Return the tensors to bind. */
   values(): Tensor[] {
     this.assignRows(this.requests);
-    this.views ??= this.buffers.map((buffer) => buffer.rows(this.bufferRequests.length));
+    this.views ??= allOrNothing((keep) => this.buffers.map((buffer) => keep(buffer.rows(this.bufferRequests.length))));
     return this.views;
   }
 
@@ -65,20 +66,16 @@ export class EncoderContext {
 
   /** Return copies of some rows of the buffers. */
   private taken(rows: Int32Array): Tensor[] {
-    const made: Tensor[] = [];
-    try {
-      for (const buffer of this.buffers) {
-        made.push(this.backend.tensorLike(buffer, withRows(buffer.dims, rows.length)));
-      }
+    return allOrNothing((keep) => {
+      const made = this.buffers.map((buffer) =>
+        keep(this.backend.tensorLike(buffer, withRows(buffer.dims, rows.length))),
+      );
       const copies = this.buffers.flatMap((buffer, k) =>
         Array.from(rows, (row, i) => rowCopy(buffer, row, made[k], i)),
       );
       this.backend.copyParts(copies);
       return made;
-    } catch (error) {
-      for (const tensor of made) tensor.dispose();
-      throw error;
-    }
+    });
   }
 
   /** Return a new context whose row i is a copy of row rows[i]. */
@@ -96,7 +93,7 @@ export class EncoderContext {
 
   private replace(buffers: Tensor[]): void {
     this.dropViews();
-    for (const buffer of this.buffers) buffer.dispose();
+    disposeAll(this.buffers);
     this.buffers = buffers;
     this.count();
   }
@@ -108,7 +105,7 @@ export class EncoderContext {
   }
 
   private dropViews(): void {
-    for (const view of this.views ?? []) view.dispose();
+    disposeAll(this.views ?? []);
     this.views = undefined;
   }
 }

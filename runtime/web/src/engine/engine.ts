@@ -9,6 +9,7 @@
 import type { Backend, Binding, Session, Tensor, Weights } from "../backend/session.js";
 import { closedError } from "../backend/session.js";
 import { asNumbers, numberArray, sizeOf, writeNumbers, type NumberArray } from "../base/arrays.js";
+import { disposeAll } from "../base/disposal.js";
 import { InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../base/errors.js";
 import {
   ADAPTER_INPUT,
@@ -288,29 +289,34 @@ export class Engine {
     const room = Math.max(rows, options.roomForRows ?? rows);
     const cache = new KVCache(this.backend, decode.caches, this.manifest.maxLength, rows, room, maxTokens, this.memory);
     const encoded = new Map<string, NumberArray>();
-    let buffers: Tensor[] = [];
+    let outputs = new Map<string, Tensor>();
     let candidates: Candidates | undefined;
     if (options.candidates?.some((ids) => ids)) {
       candidates = new Candidates(options.candidates, logitCount(decode), this.memory);
     }
-    if (this.manifest.encode) {
-      const outputs = await (this.manifest.placeholders.size
-        ? this.encodeItems(requests, rows, extras)
-        : this.encode(requests, rows, extras, candidates?.ids.length ? candidates.ids : undefined));
+    try {
+      if (this.manifest.encode) {
+        outputs = await (this.manifest.placeholders.size
+          ? this.encodeItems(requests, rows, extras)
+          : this.encode(requests, rows, extras, candidates?.ids.length ? candidates.ids : undefined));
+        for (const extra of this.manifest.encode.extras) {
+          const tensor = outputs.get(extra.name);
+          if (!tensor) continue;
+          encoded.set(extra.name, numberArray(asNumbers(tensor.data(), tensor.dtype).slice(), tensor.dims));
+          tensor.dispose();
+        }
+      }
+      const stepExtras = decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
+      const adapters = this.splitAdapters(requests, rows)[1];
       const columns = outputs.get(GATHERED_COLUMNS);
       if (columns) candidates?.setColumns(columns);
-      buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
-      for (const extra of this.manifest.encode.extras) {
-        const tensor = outputs.get(extra.name);
-        if (!tensor) continue;
-        encoded.set(extra.name, numberArray(asNumbers(tensor.data(), tensor.dtype).slice(), tensor.dims));
-        tensor.dispose();
-      }
+      const buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
+      const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
+      return new State(context, cache, rows, encoded, stepExtras, adapters, candidates);
+    } catch (error) {
+      disposeAll(outputs.values());
+      throw error;
     }
-    const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
-    const stepExtras = decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
-    const adapters = this.splitAdapters(requests, rows)[1];
-    return new State(context, cache, rows, encoded, stepExtras, adapters, candidates);
   }
 
   /** Encode the items of each request, as `encodeItems` does. */

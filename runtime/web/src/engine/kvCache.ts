@@ -14,6 +14,7 @@
 
 import type { Backend, PartsCopy, Tensor } from "../backend/session.js";
 import { sizeOf } from "../base/arrays.js";
+import { allOrNothing, disposeAll, type Keep } from "../base/disposal.js";
 import { isCarry, SLOT_AXIS, type CacheSpec } from "../format/manifest.js";
 import type { MemoryUse } from "./memoryUse.js";
 import { moveRows, planMoves } from "./rowMoves.js";
@@ -124,14 +125,18 @@ export class KVCache {
     if (rows.length > this.rowCapacity) {
       let used = 0;
       for (const row of rows) used = Math.max(used, lengths[row]);
-      this.rows = rows.length;
       this.reallocate(rows, this.slotCapacity, used);
       return true;
     }
     this.moveInPlace(rows, lengths);
-    this.rows = rows.length;
     if (rowsBefore === rows.length) return false;
-    this.makeViews();
+    const buffers = this.tensors.map((tensor) => tensor.buffers);
+    const views = allOrNothing((keep) => viewsOf(buffers, rows.length, keep));
+    this.rows = rows.length;
+    this.tensors.forEach((tensor, k) => {
+      disposeAll(tensor.views);
+      tensor.views = views[k];
+    });
     return true;
   }
 
@@ -178,7 +183,7 @@ export class KVCache {
 
   release(): void {
     for (const tensor of this.tensors) {
-      for (const made of [...tensor.views, ...tensor.buffers]) made.dispose();
+      disposeAll([...tensor.views, ...tensor.buffers]);
       tensor.views = tensor.buffers = [];
     }
     this.use.add(-this.bytes);
@@ -201,61 +206,65 @@ export class KVCache {
   /** Allocate new buffers and copy row rows[i] to row i, in its first `used` slots. source: the cache to copy from. */
   private reallocate(rows: Int32Array, slots: number, used: number, source: KVCache = this): void {
     const rowCapacity = Math.max(rows.length, this.roomForRows);
-    const made: Tensor[][] = [];
-    let bytes = 0;
-    try {
-      for (const { spec } of this.tensors) {
+    const writeIds = new Int32Array(rowCapacity * slots);
+    const [buffers, views] = allOrNothing((keep) => {
+      const made = this.tensors.map(({ spec }) => {
         const dims = spec.shape.map((size) => (size === SLOT_AXIS ? slots : Number(size)));
         dims[0] = rowCapacity;
-        const buffers: Tensor[] = [];
-        made.push(buffers);
-        for (let i = 0; i < (spec.inPlace ? 1 : 2); i++) buffers.push(this.backend.deviceTensor(spec.dtype, dims));
-        bytes += buffers.reduce((sum, buffer) => sum + buffer.byteLength, 0);
-      }
-    } catch (error) {
-      for (const buffers of made) for (const buffer of buffers) buffer.dispose();
-      throw error;
-    }
-    const writeIds = new Int32Array(rowCapacity * slots);
+        const sides = spec.inPlace ? 1 : 2;
+        return Array.from({ length: sides }, () => keep(this.backend.deviceTensor(spec.dtype, dims)));
+      });
+      if (used && source.slotCapacity) this.backend.copyParts(this.copiesOf(source, rows, slots, used, made));
+      return [made, viewsOf(made, rows.length, keep)] as const;
+    });
     if (used && source.slotCapacity) {
       rows.forEach((from, to) => {
         const begin = from * source.slotCapacity;
         writeIds.set(source.writeIds.subarray(begin, begin + used), to * slots);
       });
-      const copies: PartsCopy[] = [];
-      this.tensors.forEach((tensor, k) => {
-        const sources = source.tensors[k].buffers;
-        // Of carries, both sides are kept: rows can go back to those before the latest step.
-        for (let offset = 0; offset < (tensor.carry ? sources.length : 1); offset++) {
-          const from = sources[(source.side + offset) % sources.length];
-          const to = made[k][(this.side + offset) % made[k].length];
-          rows.forEach((row, i) => {
-            copies.push(slotsCopy(tensor, from, row, source.slotCapacity, to, i, slots, 0, used));
-          });
-        }
-      });
-      this.backend.copyParts(copies);
     }
     for (const [k, tensor] of this.tensors.entries()) {
-      for (const old of [...tensor.views, ...tensor.buffers]) old.dispose();
-      tensor.views = [];
-      tensor.buffers = made[k];
+      disposeAll([...tensor.views, ...tensor.buffers]);
+      tensor.views = views[k];
+      tensor.buffers = buffers[k];
     }
+    this.rows = rows.length;
     this.lastWriteId = source.lastWriteId;
     this.writeIds = writeIds;
     this.slotCapacity = slots;
     this.rowCapacity = rowCapacity;
+    const bytes = buffers.flat().reduce((sum, buffer) => sum + buffer.byteLength, 0);
     this.use.add(bytes - this.bytes);
     this.bytes = bytes;
-    this.makeViews();
   }
 
-  private makeViews(): void {
-    for (const tensor of this.tensors) {
-      for (const view of tensor.views) view.dispose();
-      tensor.views = tensor.buffers.map((buffer) => buffer.rows(this.rows));
-    }
+  /** Return the copies of the first `used` slots of rows of a cache to new buffers, with `slots` slots. */
+  private copiesOf(
+    source: KVCache,
+    rows: Int32Array,
+    slots: number,
+    used: number,
+    buffers: readonly (readonly Tensor[])[],
+  ): PartsCopy[] {
+    const copies: PartsCopy[] = [];
+    this.tensors.forEach((tensor, k) => {
+      const sources = source.tensors[k].buffers;
+      // Of carries, both sides are kept: rows can go back to those before the latest step.
+      for (let offset = 0; offset < (tensor.carry ? sources.length : 1); offset++) {
+        const from = sources[(source.side + offset) % sources.length];
+        const to = buffers[k][(this.side + offset) % buffers[k].length];
+        rows.forEach((row, i) => {
+          copies.push(slotsCopy(tensor, from, row, source.slotCapacity, to, i, slots, 0, used));
+        });
+      }
+    });
+    return copies;
   }
+}
+
+/** Return the first rows of buffers, for each tensor and side. */
+function viewsOf(buffers: readonly (readonly Tensor[])[], rows: number, keep: Keep): Tensor[][] {
+  return buffers.map((sides) => sides.map((buffer) => keep(buffer.rows(rows))));
 }
 
 /** Return the copy of slots begin … end - 1 of a row, or of all of it for a carry. */

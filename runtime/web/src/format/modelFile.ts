@@ -6,6 +6,7 @@
  * time on it.
  */
 
+import { append } from "../base/arrays.js";
 import { ModelFileError } from "../base/errors.js";
 import { manifestFromJson, MANIFEST_KEY, type Manifest } from "./manifest.js";
 import { checkManifest } from "./manifestChecks.js";
@@ -100,7 +101,7 @@ function copyWithoutWeights(
       if (copied < position) parts.push(file.subarray(copied, position));
       const inner: Uint8Array[] = [];
       copyWithoutWeights(file, start, next, path.slice(1), location, inner);
-      parts.push(...bytesField(number, inner));
+      append(parts, bytesField(number, inner));
       copied = next;
     } else if (path.length === 0 && number === TENSOR_RAW_DATA && isMappable(start, next - start)) {
       if (copied < position) parts.push(file.subarray(copied, position));

@@ -28,10 +28,14 @@ export const NODE_DOMAIN = 7;
 
 export const ATTRIBUTE_NAME = 1;
 export const ATTRIBUTE_I = 3;
+export const ATTRIBUTE_S = 4;
 export const ATTRIBUTE_G = 6;
+export const ATTRIBUTE_INTS = 8;
 export const ATTRIBUTE_TYPE = 20;
 export const ATTRIBUTE_TYPE_INT = 2;
+export const ATTRIBUTE_TYPE_STRING = 3;
 export const ATTRIBUTE_TYPE_GRAPH = 5;
+export const ATTRIBUTE_TYPE_INTS = 7;
 
 export const VALUE_INFO_NAME = 1;
 export const VALUE_INFO_TYPE = 2;

@@ -1,6 +1,6 @@
 /** The nodes, weights and tensors of a graph, and the changes of them that splitting a file needs. */
 
-import type { Dtype } from "../base/arrays.js";
+import { append, type Dtype } from "../base/arrays.js";
 import {
   ATTRIBUTE_G,
   ATTRIBUTE_NAME,
@@ -16,6 +16,7 @@ import {
   GRAPH_OUTPUT,
   MODEL_GRAPH,
   NODE_ATTRIBUTE,
+  NODE_DOMAIN,
   NODE_INPUT,
   NODE_OP_TYPE,
   NODE_OUTPUT,
@@ -41,16 +42,19 @@ import {
 } from "./onnxWire.js";
 
 const BRANCHING_OPERATORS = ["If", "Loop", "Scan"]; // the standard operators with graphs of their own
+const STANDARD_DOMAIN = "ai.onnx"; // the long name of the empty one
 const MAX_DEPTH = 8; // of branches in branches
 
 /**
  * A node.
  *
+ * domain: of its operator; empty for operators of the standard.
  * encoded: its NodeProto, in parts; without its branches if it has any.
  * branches: name of an attribute → its graph.
  */
 export interface Node {
   readonly opType: string;
+  readonly domain: string;
   inputs: string[];
   outputs: string[];
   encoded: Uint8Array[];
@@ -104,6 +108,25 @@ export function namesRead(node: Node): Set<string> {
 export function graphNamesRead(graph: Graph): Set<string> {
   const names = new Set(graph.outputs);
   for (const node of graph.nodes) for (const name of namesRead(node)) names.add(name);
+  return names;
+}
+
+/** Return the names of the inputs of a graph. */
+export function inputNames(graph: Graph): Set<string> {
+  const names = new Set<string>();
+  for (const encoded of graph.rest) {
+    for (const info of messages(encoded, GRAPH_INPUT)) names.add(valueName(info));
+  }
+  return names;
+}
+
+/** Return the names of all values and weights of a graph, also in branches. */
+export function allNames(graph: Graph, names = new Set<string>()): Set<string> {
+  for (const name of [...inputNames(graph), ...graph.outputs, ...graph.initializers.keys()]) names.add(name);
+  for (const node of graph.nodes) {
+    for (const name of [...node.inputs, ...node.outputs]) names.add(name);
+    for (const branch of node.branches.values()) allNames(branch, names);
+  }
   return names;
 }
 
@@ -253,13 +276,16 @@ function parseNode(content: Uint8Array, depth: number): Node {
   const attributes: Uint8Array[] = [];
   const kept: Uint8Array[] = [];
   let opType = "";
+  let domain = "";
   for (const field of iterFields(content)) {
     if (field.number === NODE_INPUT) inputs.push(textOf(content, field));
     else if (field.number === NODE_OUTPUT) outputs.push(textOf(content, field));
     else if (field.number === NODE_OP_TYPE) opType = textOf(content, field);
+    else if (field.number === NODE_DOMAIN) domain = textOf(content, field);
     (field.number === NODE_ATTRIBUTE ? attributes : kept).push(encodedOf(content, field));
   }
-  if (!BRANCHING_OPERATORS.includes(opType)) return { opType, inputs, outputs, encoded: [content], branches };
+  if (domain === STANDARD_DOMAIN) domain = "";
+  if (!BRANCHING_OPERATORS.includes(opType)) return { opType, domain, inputs, outputs, encoded: [content], branches };
   for (const encoded of attributes) {
     let name = "";
     let graph: Uint8Array | undefined;
@@ -270,7 +296,7 @@ function parseNode(content: Uint8Array, depth: number): Node {
     if (graph === undefined) kept.push(encoded);
     else branches.set(name, parseGraph(graph, depth + 1));
   }
-  return { opType, inputs, outputs, encoded: kept, branches };
+  return { opType, domain, inputs, outputs, encoded: kept, branches };
 }
 
 function encodeGraph(graph: Graph): Uint8Array[] {
@@ -283,11 +309,12 @@ function encodeGraph(graph: Graph): Uint8Array[] {
         ...bytesField(ATTRIBUTE_G, encodeGraph(branch)),
         ...varintField(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_GRAPH),
       ];
-      content.push(...bytesField(NODE_ATTRIBUTE, attribute));
+      append(content, bytesField(NODE_ATTRIBUTE, attribute));
     }
-    parts.push(...bytesField(GRAPH_NODE, content));
+    append(parts, bytesField(GRAPH_NODE, content));
   }
-  parts.push(...graph.initializers.values(), ...graph.rest);
+  append(parts, graph.initializers.values());
+  append(parts, graph.rest);
   return parts;
 }
 

@@ -1,11 +1,15 @@
 /** New nodes and weights of a graph, and the weights that it has. */
 
-import { itemBytes, sizeOf, type Dtype } from "../base/arrays.js";
+import { append, itemBytes, sizeOf, type Dtype } from "../base/arrays.js";
 import {
   ATTRIBUTE_I,
+  ATTRIBUTE_INTS,
   ATTRIBUTE_NAME,
+  ATTRIBUTE_S,
   ATTRIBUTE_TYPE,
   ATTRIBUTE_TYPE_INT,
+  ATTRIBUTE_TYPE_INTS,
+  ATTRIBUTE_TYPE_STRING,
   DATA_TYPES,
   ENTRY_KEY,
   ENTRY_VALUE,
@@ -31,6 +35,7 @@ import {
   contentOf,
   integerField,
   iterFields,
+  signedVarintsOf,
   textOf,
   varintField,
   varintsOf,
@@ -39,9 +44,9 @@ import {
 /** Read the bytes of a file with weights; undefined if it is not there. */
 export type FileReader = (location: string) => Uint8Array | undefined;
 
-/** A weight. read: returns its bytes; undefined if the file does not have them. */
+/** A weight. encoded: its field. read: returns its bytes; undefined if the file does not have them. */
 export interface StoredTensor {
-  readonly name: string;
+  readonly encoded: Uint8Array;
   readonly dtype: Dtype | undefined;
   readonly shape: readonly number[];
   read(readFile: FileReader): Uint8Array | undefined;
@@ -66,23 +71,42 @@ export function newNode(opType: string, inputs: string[], outputs: string[], opt
     ...attributes.flatMap((attribute) => bytesField(NODE_ATTRIBUTE, attribute)),
     ...(options.domain ? bytesField(NODE_DOMAIN, options.domain) : []),
   ];
-  return { opType, inputs, outputs, encoded, branches: new Map() };
+  return { opType, domain: options.domain ?? "", inputs, outputs, encoded, branches: new Map() };
 }
 
-/** Return the attributes of a node that are whole numbers from 0 on, by name. */
-export function integerAttributes(node: Node): Record<string, number> {
-  const attributes: Record<string, number> = {};
+/** The value of an attribute; undefined if it is neither a whole number, nor a list of these, nor a text. */
+export type Attribute = number | readonly number[] | string | undefined;
+
+/**
+ * Return the attributes of a node, by name.
+ *
+ * A number that is 0, an empty list and an empty text may be absent: writers of protobuf's third version leave them out. The
+ * type says what is meant.
+ */
+export function attributesOf(node: Node): Map<string, Attribute> {
+  const attributes = new Map<string, Attribute>();
   const whole = concatBytes(node.encoded);
   for (const field of iterFields(whole)) {
     if (field.number !== NODE_ATTRIBUTE) continue;
     const content = contentOf(whole, field);
     let name = "";
-    let value: number | undefined;
+    let type = 0;
+    let number = 0;
+    let text = "";
+    const numbers: number[] = [];
     for (const part of iterFields(content)) {
       if (part.number === ATTRIBUTE_NAME) name = textOf(content, part);
-      else if (part.number === ATTRIBUTE_I) value = part.varint;
+      else if (part.number === ATTRIBUTE_TYPE) type = part.varint;
+      else if (part.number === ATTRIBUTE_I) [number] = [...signedVarintsOf(content, part), 0];
+      else if (part.number === ATTRIBUTE_INTS) append(numbers, signedVarintsOf(content, part));
+      else if (part.number === ATTRIBUTE_S) text = textOf(content, part);
     }
-    if (value !== undefined) attributes[name] = value;
+    const values: Record<number, Attribute> = {
+      [ATTRIBUTE_TYPE_INT]: number,
+      [ATTRIBUTE_TYPE_INTS]: numbers,
+      [ATTRIBUTE_TYPE_STRING]: text,
+    };
+    attributes.set(name, values[type]);
   }
   return attributes;
 }
@@ -153,13 +177,15 @@ export function weightOf(graph: Graph, name: string): StoredTensor | undefined {
   const reference = new Map<string, string>();
   let dtype: Dtype | undefined;
   let raw: Uint8Array | undefined;
+  let isReference = false;
   for (const outer of iterFields(encoded)) {
     const tensor = contentOf(encoded, outer);
     for (const field of iterFields(tensor)) {
-      if (field.number === TENSOR_DIMS) shape.push(...varintsOf(tensor, field));
+      if (field.number === TENSOR_DIMS) append(shape, varintsOf(tensor, field));
       else if (field.number === TENSOR_DATA_TYPE) {
         dtype = (Object.keys(DATA_TYPES) as Dtype[]).find((known) => DATA_TYPES[known] === field.varint);
       } else if (field.number === TENSOR_RAW_DATA) raw = contentOf(tensor, field);
+      else if (field.number === TENSOR_DATA_LOCATION) isReference = field.varint === TENSOR_DATA_LOCATION_EXTERNAL;
       else if (field.number === TENSOR_EXTERNAL_DATA) {
         const [key, value] = entryOf(contentOf(tensor, field));
         reference.set(key, value);
@@ -167,10 +193,10 @@ export function weightOf(graph: Graph, name: string): StoredTensor | undefined {
     }
   }
   const read = (readFile: FileReader) => {
-    const bytes = raw ?? referred(reference, readFile);
+    const bytes = isReference ? referred(reference, readFile) : raw;
     return dtype !== undefined && bytes?.length === sizeOf(shape) * itemBytes(dtype) ? bytes : undefined;
   };
-  return { name, dtype, shape, read };
+  return { encoded, dtype, shape, read };
 }
 
 function referred(reference: ReadonlyMap<string, string>, readFile: FileReader): Uint8Array | undefined {

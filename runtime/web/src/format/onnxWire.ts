@@ -84,6 +84,26 @@ export function varintsOf(data: Uint8Array, field: Field): number[] {
   return numbers;
 }
 
+/** Return the signed numbers of a repeated field of 64 bits, exact up to 53 bits; none for a field of another kind. */
+export function signedVarintsOf(data: Uint8Array, field: Field): number[] {
+  const [header, afterTag] = readVarint(data, field.begin, field.end);
+  const isPacked = header % 8 === BYTES;
+  if (!isPacked && header % 8 !== VARINT) return [];
+  const numbers: number[] = [];
+  let number = 0n;
+  let shift = 0n;
+  for (const byte of data.subarray(isPacked ? field.start : afterTag, field.end)) {
+    number |= BigInt(byte & 0x7f) << shift;
+    shift += 7n;
+    if (byte >= 0x80 && shift < 7n * BigInt(MAX_VARINT_BYTES)) continue;
+    if (byte >= 0x80) throw new WireError();
+    numbers.push(Number(BigInt.asIntN(64, number)));
+    number = shift = 0n;
+  }
+  if (shift) throw new WireError();
+  return numbers;
+}
+
 /** Return a text of a message. Throw WireError for bytes that are no UTF-8. */
 export function textOf(data: Uint8Array, field: Field): string {
   try {

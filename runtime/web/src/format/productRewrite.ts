@@ -18,7 +18,8 @@
  */
 
 import type { Dtype } from "../base/arrays.js";
-import { encodeModel, parseModel, removeUnread, type Graph, type Node } from "./onnxGraph.js";
+import { VisibleValues, type Scope } from "./graphPatterns.js";
+import { allNames, encodeModel, inputNames, parseModel, removeUnread, type Graph, type Node } from "./onnxGraph.js";
 import {
   addReference,
   addValues,
@@ -27,14 +28,16 @@ import {
   newNode,
   type FileReader,
   type NodeOptions,
+  type StoredTensor,
 } from "./onnxGraphEdit.js";
-import { findColumns, findPackedWeights, isArray, weight, type Scope, type StoredWeights } from "./storedWeights.js";
+import { findColumns, findPackedWeights, isArray, type StoredWeights } from "./storedWeights.js";
 
 const CONTRIB = "com.microsoft";
 const FEW_ROWS = "few.rows"; // the value that chooses the branch for few rows
 const STEPS = 127; // up to the largest magnitude of a row, on each side of zero
 const FINER = 2 * STEPS; // of a row of bytes against the row before: a rest is half a step at most
 const PARTS = 3;
+const MAX_INNER = 2 ** 31 / 128 ** 2; // rows of a matrix: sums of more products of bytes could exceed int32
 const SLOW_COLUMNS = 512; // a kernel is slow for a number of columns that is a multiple of this
 const MORE_COLUMNS = 64;
 const MANY_ROWS_GRAPH = "encode"; // reads whole inputs
@@ -85,9 +88,12 @@ interface WideColumns {
 
 class ProductRewriter {
   readonly files = new Map<string, Uint8Array>();
-  private readonly columns = new Map<string, WideColumns>(); // by the names of a product's weights
-  private readonly vectors = new Set<string>();
+  private readonly sourceNumbers = new Map<Uint8Array, number>(); // of encoded weights
+  private readonly columns = new Map<string, WideColumns>(); // by the weights that they are made of
+  private readonly vectors = new Map<string, string>();
   private readonly operands = new Map<Graph, Map<string, Operand>>();
+  private readonly prefix: string; // of new names
+  private productCount = 0;
   private operandCount = 0;
 
   /** Whether products have few rows, so that reading the weights takes most of their time. */
@@ -98,35 +104,41 @@ class ProductRewriter {
     private readonly readFile: FileReader,
   ) {
     this.hasFewRows = graphName(main) !== MANY_ROWS_GRAPH;
+    const names = [...allNames(main)];
+    let prefix = "tformer";
+    while (names.some((name) => name.startsWith(`${prefix}.`))) prefix += "_";
+    this.prefix = prefix;
   }
 
   /** Rewrite the products of a graph and of its branches. outer: the graphs around it, the nearest first. */
   rewrite(graph: Graph, outer: readonly Scope[]): void {
     const { nodes } = graph;
     const producers = new Map(nodes.flatMap((node) => node.outputs.map((name) => [name, node] as const)));
-    const scopes = [{ graph, producers }, ...outer];
+    const scopes = [{ graph, producers, inputs: inputNames(graph) }, ...outer];
+    const values = new VisibleValues(scopes, this.readFile);
     graph.nodes = [];
     for (const node of nodes) {
       for (const branch of node.branches.values()) this.rewrite(branch, scopes);
-      if (!this.replacePacked(graph, node, scopes) && !this.widen(graph, node, scopes)) graph.nodes.push(node);
+      if (!this.replacePacked(graph, node, values) && !this.widen(graph, node, values)) graph.nodes.push(node);
     }
   }
 
   /** Add the nodes that compute a MatMulNBits. Return false, and add none, for another node or one that stays. */
-  private replacePacked(graph: Graph, node: Node, scopes: readonly Scope[]): boolean {
-    if (node.opType !== "MatMulNBits") return false;
-    const [activations, packed, scales, , groups, bias] = node.inputs;
+  private replacePacked(graph: Graph, node: Node, values: VisibleValues): boolean {
+    if (node.opType !== "MatMulNBits" || node.domain !== CONTRIB || node.inputs.length > 6) return false;
+    const [activations, , , , groups, bias] = node.inputs;
     const [result] = node.outputs;
-    if (groups) return false;
-    const found = findPackedWeights(node, scopes);
-    const columns = found && this.columnsOf(`${packed} ${scales}`, found.weights);
-    if (!found || !columns) return false;
-    const { width, stride } = columns;
-    const operand = this.operand(graph, activations);
-    const name = `${result}.integer`;
+    const found = groups ? undefined : findPackedWeights(node, values);
+    if (!found || found.weights.inner > MAX_INNER) return false;
+    const stride = this.strideOf(found.weights.columns);
+    const scale = this.widened(found.scale, stride);
+    const columns = scale && this.columnsOf(found.weights, stride);
+    if (!scale || !columns) return false;
+    const { width } = columns;
+    const operand = this.operand(graph, activations, found.weights.inner);
+    const name = `${this.prefix}.product.${this.productCount++}`;
     const add = (opType: string, inputs: string[], output: string, options?: NodeOptions) =>
       void graph.nodes.push(newNode(opType, inputs, [output], options));
-    const scale = this.widened(found.scale.name, width, stride);
     const inputs = [operand.bytes, columns.name, this.unit(), scale, this.middle()];
     add("MatMulIntegerToFloat", inputs, `${name}.parts`, { domain: CONTRIB });
     // Not ReduceSum, which returns another shape for no rows.
@@ -140,36 +152,40 @@ class ProductRewriter {
   }
 
   /** Add a product of bytes with more columns, and cut them off. Return false, and add none, for another node. */
-  private widen(graph: Graph, node: Node, scopes: readonly Scope[]): boolean {
-    if (node.opType !== "MatMulInteger" && node.opType !== "MatMulIntegerToFloat") return false;
+  private widen(graph: Graph, node: Node, values: VisibleValues): boolean {
+    const isFloat = node.opType === "MatMulIntegerToFloat" && node.domain === CONTRIB;
+    if (!isFloat && !(node.opType === "MatMulInteger" && !node.domain)) return false;
     const inputs = [...node.inputs];
-    const isFloat = node.opType === "MatMulIntegerToFloat";
     if (inputs[isFloat ? 5 : 3]) return false; // zero points of the weights
-    const found = findColumns(scopes, inputs[1]);
-    if (!found || this.strideOf(found.columns) === found.columns) return false;
-    const byColumn = isFloat ? [3, 6].filter((i) => inputs[i]) : [];
-    const vectors = byColumn.map((i) => weight(scopes, inputs[i]));
-    if (!vectors.every((vector) => vector && isArray(vector, "float32", [found.columns]))) return false;
-    const columns = this.columnsOf(inputs[1], found);
+    const found = findColumns(values, inputs[1]);
+    if (!found) return false;
+    const stride = this.strideOf(found.columns);
+    if (stride === found.columns) return false;
+    for (const i of isFloat ? [3, 6] : []) {
+      if (!inputs[i]) continue;
+      const vector = values.weight(inputs[i]);
+      const wide = vector && isArray(vector, "float32", [found.columns]) ? this.widened(vector, stride) : undefined;
+      if (wide === undefined) return false;
+      inputs[i] = wide;
+    }
+    const columns = this.columnsOf(found, stride);
     if (!columns) return false;
-    const { width, stride } = columns;
     inputs[1] = columns.name;
-    for (const i of byColumn) inputs[i] = this.widened(inputs[i], width, stride);
-    const wide = `${node.outputs[0]}.wide`;
-    graph.nodes.push(newNode(node.opType, inputs, [wide], { domain: isFloat ? CONTRIB : "" }));
-    this.cut(graph, wide, width, node.outputs[0]);
+    const wide = `${this.prefix}.product.${this.productCount++}`;
+    graph.nodes.push(newNode(node.opType, inputs, [wide], { domain: node.domain }));
+    this.cut(graph, wide, columns.width, node.outputs[0]);
     return true;
   }
 
   /** Add the weights of a product to the model. Return undefined if their file is not there. */
-  private columnsOf(key: string, weights: StoredWeights): WideColumns | undefined {
+  private columnsOf(weights: StoredWeights, stride: number): WideColumns | undefined {
+    const { inner, columns: width, sources, form } = weights;
+    const key = [form, inner, ...sources.map((source) => this.sourceNumber(source))].join(" ");
     let columns = this.columns.get(key);
     if (columns) return columns;
-    const { inner, columns: width } = weights;
-    const stride = this.strideOf(width);
     const values = weights.write(this.readFile, { inner, columns: width, stride });
     if (!values) return undefined;
-    const name = `tformer.columns.${this.files.size}`;
+    const name = `${this.prefix}.columns.${this.files.size}`;
     this.files.set(name, new Uint8Array(values.buffer as ArrayBuffer));
     addReference(this.main, name, "int8", [inner, stride], name);
     columns = { name, width, stride };
@@ -177,23 +193,29 @@ class ProductRewriter {
     return columns;
   }
 
+  /** Return a number for an encoded weight. Its name may be that of another weight in another branch. */
+  private sourceNumber(encoded: Uint8Array): number {
+    const known = this.sourceNumbers.get(encoded) ?? this.sourceNumbers.size;
+    this.sourceNumbers.set(encoded, known);
+    return known;
+  }
+
   /** Return the number of columns that a matrix with `columns` gets. */
   private strideOf(columns: number): number {
     return this.hasFewRows && columns % SLOW_COLUMNS === 0 ? columns + MORE_COLUMNS : columns;
   }
 
-  /** Return a vector with a number for each column as one that has zeros for further columns. */
-  private widened(vector: string, width: number, stride: number): string {
-    const name = `tformer.wide.${vector}`;
-    if (this.vectors.has(name)) return name;
-    this.vectors.add(name);
-    const flat = stride > width ? `${name}.flat` : name;
-    const added: Node[] = [newNode("Reshape", [vector, this.axis(-1)], [flat])];
-    if (stride > width) {
-      const zeros = this.constant(`zeros.${stride - width}`, [stride - width], new Array(stride - width).fill(0));
-      added.push(newNode("Concat", [flat, zeros], [name], { attributes: { axis: 0 } }));
-    }
-    this.main.nodes.unshift(...added);
+  /** Add a vector of floats as one with zeros up to `stride` numbers. Return undefined if its file is not there. */
+  private widened(vector: StoredTensor, stride: number): string | undefined {
+    const key = `${this.sourceNumber(vector.encoded)} ${stride}`;
+    const known = this.vectors.get(key);
+    if (known) return known;
+    const bytes = vector.read(this.readFile);
+    if (!bytes) return undefined;
+    const wide = new Uint8Array(stride * Float32Array.BYTES_PER_ELEMENT);
+    wide.set(bytes);
+    const name = this.add(`vector.${this.vectors.size}`, "float32", [stride], wide);
+    this.vectors.set(key, name);
     return name;
   }
 
@@ -202,13 +224,13 @@ class ProductRewriter {
     graph.nodes.push(newNode("Slice", [wide, this.axis(0), this.axis(width), this.axis(-1)], [output]));
   }
 
-  /** Return the operand of a product, which all products of one value share. */
-  private operand(graph: Graph, value: string): Operand {
+  /** Return the operand of a product, which all products of one value share. inner: the numbers of a row. */
+  private operand(graph: Graph, value: string, inner: number): Operand {
     const known = this.operands.get(graph) ?? new Map<string, Operand>();
     this.operands.set(graph, known);
     let operand = known.get(value);
     if (operand) return operand;
-    const prefix = `tformer.parts.${this.operandCount++}`; // a branch may read the value, too
+    const prefix = `${this.prefix}.parts.${this.operandCount++}`; // a branch may read the value, too
     const add = (opType: string, inputs: string[], suffix: string, options?: NodeOptions) => {
       const output = `${prefix}.${suffix}`;
       graph.nodes.push(newNode(opType, inputs, [output], options));
@@ -218,8 +240,15 @@ class ProductRewriter {
     const maxima = add("ReduceMax", [add("Abs", [row], "size"), this.axis(-1)], "maxima");
     // For no rows, (0, K), onnxruntime gives the maxima the shape (0, K) too.
     const maximum = add("Slice", [maxima, this.axis(0), this.axis(1), this.axis(-1)], "maximum");
-    const scale = add("Mul", [maximum, this.constant("step", [], [1 / STEPS])], "scale");
-    let rest = add("Mul", [row, add("Reciprocal", [scale], "inverse")], "ratio");
+    const step = add("Mul", [maximum, this.constant("step", [], [1 / STEPS])], "step");
+    // The maximum and the bytes of a row do not tell whether it has a NaN. This product is 0, or NaN.
+    const nothing = add(
+      "MatMul",
+      [row, this.constant(`nothing.${inner}`, [inner, 1], new Array(inner).fill(0))],
+      "none",
+    );
+    const scale = add("Add", [step, nothing], "scale");
+    let rest = add("Div", [row, step], "ratio"); // the reciprocal of a very small step is infinite
     const parts: string[] = [];
     for (let i = 1; i < PARTS; i++) {
       const whole = add("Round", [rest], `whole.${i}`);
@@ -254,7 +283,7 @@ class ProductRewriter {
   }
 
   private add(name: string, dtype: Dtype, shape: readonly number[], values: ArrayBufferView): string {
-    const whole = `tformer.${name}`;
+    const whole = `${this.prefix}.${name}`;
     if (!this.main.initializers.has(whole)) addValues(this.main, whole, dtype, shape, values);
     return whole;
   }

@@ -1,7 +1,7 @@
 /** Texts and pairs in windows, with the place of each token in its text, for tasks whose results are parts of a text. */
 
 import { Tokenizer } from "@huggingface/tokenizers";
-import { numberArray } from "../base/arrays.js";
+import { append, numberArray } from "../base/arrays.js";
 import { InputError, ModelFileError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
@@ -153,7 +153,7 @@ export class WindowReader {
         // A part of a text begins where its first character does, also if the normalizer has left out some before it.
         for (const [inner, innerAdded] of splitOff(normal.slice(0, normal.length), this.added)) {
           if (innerAdded) addedToken(inner, innerAdded);
-          else for (const piece of this.pieces(inner)) tokens.push(...this.pieceTokens(piece, word++));
+          else for (const piece of this.pieces(inner)) append(tokens, this.pieceTokens(piece, word++));
         }
       }
     }

@@ -3,6 +3,7 @@
  * row, takes a gigabyte for a character.
  */
 
+import { append } from "../base/arrays.js";
 import { ModelFileError } from "../base/errors.js";
 
 const MAX_GROWTH = 1024; // characters for one; tokenizers of published models stay below 120
@@ -41,7 +42,7 @@ function* stepsOf(part: unknown): Generator<Step> {
     const step = waiting.pop();
     if (typeof step !== "object" || step === null || Array.isArray(step)) continue;
     yield step as Step;
-    for (const value of Object.values(step)) waiting.push(...(Array.isArray(value) ? value : [value]));
+    for (const value of Object.values(step)) append(waiting, Array.isArray(value) ? value : [value]);
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { afterEach, beforeEach, describe, expect, test, vi } from "vitest";
 import type { GpuNeeds } from "../../src/backend/gpuDevice.js";
-import type { Backend } from "../../src/backend/session.js";
+import type { Backend, Tensor } from "../../src/backend/session.js";
 import { Heap, WasmBackend } from "../../src/backend/wasmSession.js";
 import { GpuChoice } from "../../src/backend/webgpuSession.js";
 import { numberArray } from "../../src/base/arrays.js";
@@ -10,9 +10,10 @@ import { Chat } from "../../src/chat.js";
 import { Generator } from "../../src/decoding/generator.js";
 import { settingsOf } from "../../src/decoding/options.js";
 import { Engine } from "../../src/engine/engine.js";
+import type { State } from "../../src/engine/state.js";
 import type { Manifest, TensorSpec } from "../../src/format/manifest.js";
 import { DATA_TYPES } from "../../src/format/onnxFields.js";
-import { DeviceError, ModelFileError, UnsupportedCallError } from "../../src/index.js";
+import { DeviceError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../../src/index.js";
 import { Inputs } from "../../src/preprocess/inputs.js";
 import * as textCode from "../../src/preprocess/textCode.js";
 import { FakeGpuDevice } from "../support/fakeGpu.js";
@@ -269,6 +270,57 @@ describe.each(["webgpu", "wasm"])("outputs that a run has made on %s", (device) 
     module.resume();
     expect((await errorOf(starting))?.message).toContain("the GPU refused a computation");
   });
+});
+
+describe.each(["webgpu", "wasm"])("an allocation that fails on %s", (device) => {
+  test.each(["shortlist", "toy-carries"])("leaves nothing behind in %s", async (name) => {
+    const backend = device === "wasm" ? new WasmBackend(new Heap(new FakeOrt())) : await gpuBackend();
+    const { heap } = backend as unknown as { heap: Heap };
+    const module = heap.module as FakeOrt;
+    const engine = await open(name, backend);
+    setOutputs(module, engine.manifest);
+    const sources = engine.manifest.encode ? SOURCE : new Map<string, never>();
+    const { names } = heap as unknown as { names: Map<string, number> }; // texts and placeholders stay
+    const { placeholders } = engine as unknown as { placeholders: Map<string, Tensor> };
+    for (let room = 0, failures = 1; failures; room++) {
+      module.room = room;
+      let state: State | undefined;
+      const reorder = (...rows: number[]) => engine.reorder(state!, Int32Array.from(rows));
+      const calls = [
+        async () => (state = await engine.start(sources, { rows: 1 })),
+        () => engine.step(state!, [1, 2, 3]),
+        () => engine.step(state!, [4]),
+        () => engine.step(state!, [5, 6], undefined, "all"),
+        async () => reorder(0, 0),
+        () => engine.step(state!, [7, 8]),
+        async () => reorder(1, 0),
+        async () => engine.copy(state!, Int32Array.of(1), {}).release(),
+        async () => reorder(0),
+        () => engine.step(state!, new Array(engine.manifest.maxLength - 7).fill(9)),
+      ];
+      failures = 0;
+      for (const call of calls) {
+        const error = await errorOf(call());
+        if (!error) continue;
+        failures++;
+        module.room = Infinity;
+        if ([4, 6, 8].includes(calls.indexOf(call))) break; // rows have moved in part: the state is released
+        await call(); // what has failed left the state as it was
+      }
+      state?.release();
+      const kept = [placeholders.size, names.size + placeholders.size, 0];
+      const found = [module.tensors.size, module.blocks.size, engine.memory.usedBytes];
+      expect([room, module.faults, ...found]).toEqual([room, [], ...kept]);
+      if (!failures) expect(room).toBeGreaterThan(50);
+    }
+    engine.close();
+    expect(devices.flatMap(({ buffers }) => buffers).every(({ destroyed }) => destroyed)).toBe(true);
+  });
+});
+
+test("a tensor of more bytes than addresses reach is refused", () => {
+  const backend = new WasmBackend(new Heap(new FakeOrt()));
+  expect(() => backend.tensor("float32", [2 ** 30 + 4])).toThrow(OutOfMemoryError);
 });
 
 describe("a runtime", () => {

@@ -42,6 +42,8 @@ describe("errors", () => {
     checkAborted(controller.signal);
     controller.abort("enough");
     expect(() => checkAborted(controller.signal)).toThrow("the call was aborted by its signal");
+    for (const wrong of [controller, "stop", { aborted: false }])
+      expect(() => checkAborted(wrong as AbortSignal)).toThrow("signal must be an AbortSignal");
   });
 });
 

@@ -168,4 +168,5 @@ def main() -> None:
         file.write(cases)
 
 
-main()
+if __name__ == "__main__":
+    main()

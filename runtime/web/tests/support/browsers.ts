@@ -5,11 +5,18 @@
 
 import { existsSync } from "node:fs";
 import { join } from "node:path";
+import type { SupportedBrowser } from "puppeteer-core";
 
 const FOLDERS = ["/usr/bin", "/usr/local/bin", "/snap/bin"];
 
 export const CHROMIUM = process.env["CHROMIUM"] ?? installed("chromium", "chromium-browser", "google-chrome");
 export const FIREFOX = process.env["FIREFOX"] ?? installed("firefox-esr", "firefox");
+
+/** Those that tests of pages run in. */
+export const BROWSERS: readonly [name: string, kind: SupportedBrowser, path: string | undefined][] = [
+  ["Chromium", "chrome", CHROMIUM],
+  ["Firefox", "firefox", FIREFOX],
+];
 
 function installed(...names: string[]): string | undefined {
   return FOLDERS.flatMap((folder) => names.map((name) => join(folder, name))).find(existsSync);

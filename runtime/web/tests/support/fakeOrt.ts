@@ -42,6 +42,8 @@ export class FakeOrt implements OrtModule {
   held: HeldRun[] | undefined;
   /** The outputs that a run makes: type of ONNX and dimensions. */
   outputOf = (_: string): { readonly type: number; readonly dims: readonly number[] } => ({ type: 1, dims: [1] });
+  /** The calls for memory and tensors that succeed before one fails. */
+  room = Infinity;
   /** The data of this output cannot be read. */
   unreadable: string | undefined;
   private readonly nameOf = new Map<number, string>(); // of tensors that a run has made
@@ -74,6 +76,9 @@ export class FakeOrt implements OrtModule {
 
   // Memory and texts.
   _malloc(size: number): number {
+    return this.room-- > 0 ? this.block(size) : 0;
+  }
+  private block(size: number): number {
     const pointer = this.top;
     this.top += Math.ceil((size + 1) / 8) * 8;
     if (this.top > HEAP_BYTES) return 0;
@@ -126,6 +131,7 @@ export class FakeOrt implements OrtModule {
 
   // Tensors.
   _OrtCreateTensor(type: number, data: number, _: number, dims: number, rank: number, location: number): number {
+    if (this.room-- <= 0) return 0;
     const sizes = Array.from({ length: rank }, (_, i) => this.getValue(dims + 4 * i, "i32"));
     this.tensors.set(++this.count, { type, data, dims: sizes, location });
     return this.count;
@@ -133,7 +139,7 @@ export class FakeOrt implements OrtModule {
   _OrtGetTensorData(tensor: number, type: number, data: number, dims: number, rank: number): number {
     const one = this.tensors.get(tensor) ?? this.fault(`the tensor ${tensor} is read and does not exist`);
     if (this.unreadable !== undefined && this.nameOf.get(tensor) === this.unreadable) return 1;
-    const sizes = this._malloc(4 * one.dims.length);
+    const sizes = this.block(4 * one.dims.length);
     one.dims.forEach((size, i) => this.setValue(sizes + 4 * i, size, "i32"));
     this.setValue(type, one.type, "i32");
     this.setValue(data, one.data, "*");
@@ -157,7 +163,7 @@ export class FakeOrt implements OrtModule {
     const { type, dims } = this.outputOf(name);
     const bytes = 8 * dims.reduce((product, size) => product * size, 1);
     let data = 0;
-    if (location === CPU) data = this._malloc(bytes);
+    if (location === CPU) data = this.block(bytes);
     else this.buffers.set((data = ++this.count), this.device!.createBuffer({ size: bytes }) as FakeGpuBuffer);
     this.tensors.set(++this.count, { type, data, dims, location });
     this.nameOf.set(this.count, name);
@@ -165,7 +171,10 @@ export class FakeOrt implements OrtModule {
   }
   private freeData({ data, location }: FakeTensor): void {
     if (location === CPU) this._free(data);
-    else this.buffers.delete(data);
+    else {
+      this.buffers.get(data)?.destroy();
+      this.buffers.delete(data);
+    }
   }
 
   // Runs.

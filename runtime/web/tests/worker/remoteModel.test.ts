@@ -336,6 +336,25 @@ test("loading: progress, the store of the page, a signal and errors", async () =
   await server.stop();
 });
 
+test("a stream that is not read to its end ends with the next message, or with the conversation", async () => {
+  const [model, local] = [await remote(modelPath("words")), await Model.load(modelPath("words"), { device: "wasm" })];
+  const [chat, other] = [model.chat(), local.chat()];
+  for (const [i, message] of ["world", "window"].entries()) {
+    const unread = chat.stream("hello");
+    expect((await unread.next()).done).toBe(false);
+    if (i) chat.rewind(0);
+    expect(withoutTiming(await chat.send(message))).toEqual(withoutTiming(await other.send(message)));
+    await expect(unread.next()).rejects.toThrow("the answer was not read to its end");
+  }
+  const unread = chat.stream("hello");
+  await unread.next();
+  chat.release();
+  await expect(unread.next()).rejects.toThrow(UnsupportedCallError);
+  await untilFreed(model);
+  await model.dispose();
+  await local.dispose();
+});
+
 test("dispose ends all calls and the worker", async () => {
   const model = await remote(modelPath("g2p"));
   ended = 0;
