@@ -118,6 +118,7 @@ class Chat:
         self._sources: Mapping[str, Array] = {}
         self._state = self._start({})
         self._cached_ids: Ints = np.zeros(0, np.int64)  # a prefix of the ids in the cache
+        self._change = object()  # another one after each change of the conversation
         self.turns: list[Turn] = []
 
     def send(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Result:
@@ -136,11 +137,27 @@ class Chat:
     def stream(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Iterator[str]:
         """Yield the text of the answer of `send` in pieces, without waiting for the last token.
 
-        The turn is added to the conversation after the last piece.
+        The turn is added to the conversation after the last piece. A message or a rewind before that ends the stream:
+        reading it on raises UnsupportedCallError.
         """
         settings = self._stream_settings(options, overrides)
         request, ids = self._request(message, settings)
-        result = yield from generate_stream(self._generator, request, settings)
+        own_change, pieces = self._change, generate_stream(self._generator, request, settings)
+        try:
+            while True:
+                if self._change is not own_change:
+                    raise UnsupportedCallError(
+                        "the conversation has changed since this stream began, which ended it: read a stream to its "
+                        "end before the next message"
+                    )
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    result: Result = end.value
+                    break
+                yield piece
+        finally:
+            pieces.close()
         self._add_turn(message, ids, result)
 
     def _request(self, message: Any, settings: Settings) -> tuple[Request, Ints]:
@@ -152,6 +169,7 @@ class Chat:
                 f"the conversation is {len(ids)} tokens long and the model holds {max_length}: rewind it, or begin "
                 "another"
             )
+        self._change = object()
         self._start_anew_if_changed(sources, settings)
         common = min(_common_length(self._cached_ids, ids), len(ids) - 1)
         self._state.rewind(common)
@@ -180,6 +198,7 @@ class Chat:
         """Remove the last turns. The cache of their common prefix with the next turn is reused."""
         if not 0 <= turns <= len(self.turns):
             raise OptionError(f"there are {len(self.turns)} turns, and {turns} cannot be taken back")
+        self._change = object()
         del self.turns[len(self.turns) - turns :]
 
     def release(self) -> None:

@@ -433,6 +433,27 @@ def test_prompt_with_tools_matches_transformers_chat_template(tmp_path):
     assert plain.prompt("hello", tools=[]).tolist() == plain.prompt("hello").tolist()
 
 
+@pytest.mark.parametrize("change", ["send", "stream", "rewind"])
+def test_stream_ends_when_the_conversation_changes(change, tmp_path):
+    """Otherwise its turn would come after one that it does not know."""
+    model, _ = model_and_tokenizer(tmp_path, PLAIN)
+    chat = model.chat()
+    chat.send("hello", max_new_tokens=4)
+    pieces = chat.stream("again", max_new_tokens=8)
+    next(pieces)
+    if change == "rewind":
+        chat.rewind()
+    elif change == "send":
+        chat.send("other", max_new_tokens=4)
+    else:
+        list(chat.stream("other", max_new_tokens=4))
+    turns = list(chat.turns)
+    with pytest.raises(UnsupportedCallError, match="the conversation has changed since this stream began"):
+        list(pieces)
+    assert chat.turns == turns
+    assert list(pieces) == []
+
+
 def test_closed_stream_adds_no_turn(tmp_path):
     model, _ = model_and_tokenizer(tmp_path, PLAIN)
     chat, other = model.chat(), model.chat()
