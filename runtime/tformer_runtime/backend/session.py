@@ -20,6 +20,7 @@ import numpy as np
 
 from tformer_runtime.backend import resident_pages
 from tformer_runtime.backend.binding import Binding, Bindings, closed_error
+from tformer_runtime.backend.forks import wait_before_forks
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, find_native_kernels
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
@@ -115,6 +116,7 @@ class Session:
             if check is not None:
                 check.finish()  # its error says why onnxruntime failed, if it did
         logger.info("device: %s", self.device)
+        wait_before_forks()
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
         self._check_graph()
         self._inputs = {stage: _shapes(session) for stage, session in self._sessions.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from support.toy_models import Toy
 
 from tformer_runtime import Model
+from tformer_runtime.backend import forks
 
 NUM_WORKERS = 4
 VOCABULARY = 400_000  # a table and a projection of 26 MB each
@@ -54,6 +57,39 @@ def test_a_forked_worker_gives_the_same_result(threads, tmp_path):
 
     assert [in_child(work) for _ in range(NUM_WORKERS)] == [expected] * NUM_WORKERS
     assert work() == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the states of threads are read from /proc")
+def test_a_fork_waits_for_threads_that_compute(tmp_path, monkeypatch):
+    """A thread of onnxruntime that holds a lock while the process forks would hold it in the child for ever."""
+    Model.load(Toy(seed=5).write(tmp_path / "toy.onnx"), "cpu", threads=2)
+    monkeypatch.setattr(forks, "MAX_WAIT_SECONDS", 600)
+    content = bytes(300_000_000)
+    computing = threading.Thread(target=lambda: hashlib.sha256(content).digest())  # without Python's lock
+    computing.start()
+    while not forks._computes() and computing.is_alive():
+        pass
+    assert in_child(lambda: 1) == 1
+    assert not computing.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the states of threads are read from /proc")
+def test_a_fork_does_not_wait_for_ever(monkeypatch):
+    ends = threading.Event()
+
+    def compute() -> None:
+        while not ends.is_set():
+            hashlib.sha256(bytes(1_000_000)).digest()
+
+    monkeypatch.setattr(forks, "MAX_WAIT_SECONDS", 0.01)
+    computing = threading.Thread(target=compute)
+    computing.start()
+    try:
+        assert in_child(lambda: 2) == 2
+        assert computing.is_alive()
+    finally:
+        ends.set()
+        computing.join()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/smaps_rollup is Linux's")

@@ -36,6 +36,7 @@ MESSAGES = {  # prefix of the constants in onnx_fields → message
 ENUM_VALUES = {
     "ATTRIBUTE_TYPE_FLOAT": onnx.AttributeProto.FLOAT,
     "ATTRIBUTE_TYPE_INT": onnx.AttributeProto.INT,
+    "ATTRIBUTE_TYPE_STRING": onnx.AttributeProto.STRING,
     "ATTRIBUTE_TYPE_GRAPH": onnx.AttributeProto.GRAPH,
     "TENSOR_DATA_LOCATION_EXTERNAL": onnx.TensorProto.EXTERNAL,
     "DATA_TYPE_FLOAT": onnx.TensorProto.FLOAT,
