@@ -66,7 +66,7 @@ Case draw() {
   test.inner = 1 + below(below(4) ? 200 : 1500);
   test.columns = 1 + below(below(4) ? 70 : 700);
   test.rows = 1 + below(below(8) ? 60 : below(16) ? 500 : 1200);
-  if (!below(40)) {  // so many weights are packed by two threads
+  if (!below(150)) {  // so many weights are packed by two threads
     test.inner += 1000;
     test.columns += 1000;
     test.rows = 2;
