@@ -1,4 +1,4 @@
-"""Several exports of one model that share its captured graph, and what was lowered from it: most of their time."""
+"""Exports of one model in several forms, which share its captured graph and what was lowered from it."""
 
 from __future__ import annotations
 

@@ -609,10 +609,10 @@ def is_close(result: Any, expected: Any) -> bool:
         return len(result) == len(expected) and all(map(is_close, result, expected))
     if not isinstance(result, torch.Tensor) or result.shape != expected.shape:
         return False
-    if not result.is_floating_point():
-        return torch.equal(result, expected)
     if torch.equal(result, expected):
         return True
+    if not result.is_floating_point():
+        return False
     finite = expected.isfinite()
     if not torch.equal(
         torch.where(finite, 0.0, expected.nan_to_num(2.0)), torch.where(finite, 0.0, result.nan_to_num(2.0))

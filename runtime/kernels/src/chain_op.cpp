@@ -1,5 +1,5 @@
 // Chain (values…) → (results…) in the domain ai.tformer: operators of this library that run one after the other, without
-// onnxruntime between them, which takes half a microsecond for each operator.
+// onnxruntime between them, which takes 0.1 to 0.2 µs for each operator.
 //
 // Attributes: `input_count` and `output_count`, the numbers of the chain's own inputs and results; `program`, a line for each operator:
 //
@@ -32,11 +32,12 @@ class Buffers {
  public:
   // Takes the smallest buffer that has so many numbers; if none has, the largest grows.
   size_t take(size_t count) {
-    auto best = unused.end();
-    for (auto each = unused.begin(); each != unused.end(); each++) {
-      const size_t size = memory[*each].size, chosen = best == unused.end() ? 0 : memory[*best].size;
-      if (best == unused.end() || (size >= count ? chosen < count || size < chosen : chosen < count && size > chosen)) best = each;
-    }
+    auto best = std::min_element(unused.begin(), unused.end(), [&](size_t a, size_t b) {
+      const size_t size_a = memory[a].size, size_b = memory[b].size;
+      const bool fits_a = size_a >= count, fits_b = size_b >= count;
+      if (fits_a != fits_b) return fits_a;
+      return fits_a ? size_a < size_b : size_a > size_b;
+    });
     if (best == unused.end()) {
       memory.emplace_back();
       unused.reserve(memory.size());  // so that buffers can be given back without new memory

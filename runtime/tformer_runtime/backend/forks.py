@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 MAX_WAIT_SECONDS = 0.5  # if the caller's own threads compute for longer; those of a pool sleep after milliseconds
 CHECK_SECONDS = 0.001
 _TASKS = Path("/proc/self/task")  # Linux
-_has_sessions = False
 
 
+@cache
 def wait_before_forks() -> None:
-    """Let the forks of this process wait for the threads of its sessions."""
-    global _has_sessions
-    if not _has_sessions and hasattr(os, "register_at_fork"):
+    """Let the forks of this process wait for the threads of its sessions, from the first call on."""
+    if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=wait_for_threads)
-    _has_sessions = True
 
 
 def wait_for_threads() -> None:

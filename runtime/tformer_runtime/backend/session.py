@@ -239,7 +239,7 @@ class Session:
 
     def _raw_buffer(self, name: str, tensor: Any, rows: int | None) -> tuple[Any, ...] | None:
         """Return device, number of the device, type, shape and address of a tensor that must be bound by address."""
-        if rows is None and name not in self._bfloat16_names:  # frequent, and these calls are slow
+        if rows is None and name not in self._bfloat16_names:  # as most tensors are, and the calls below are slow
             return None
         shape = tensor.shape()
         dtype = DATA_TYPE_BFLOAT16 if name in self._bfloat16_names else tensor.element_type()
@@ -318,15 +318,15 @@ class Session:
         Both stages may have the same session. On the CPU, native kernels compute products if this machine has any.
         """
         model, folder = read_mapped_model(self.path)
+        self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         kernels = find_native_kernels(self._ort) if self._may_use_kernels and self.device == "cpu" else None
         self._kernels: NativeKernels | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
-                stops_within_runs = self.max_run_seconds is not None or has_loops(model)
                 is_float32 = self.manifest.precision == "fp32"
-                model = products.rewrite(model, folder, is_float32, makes_chains=not stops_within_runs)
+                model = products.rewrite(model, folder, is_float32, makes_chains=self._run_seconds is None)
                 self._kernels = kernels if products.count or products.attentions else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None
@@ -344,7 +344,6 @@ class Session:
     def _open_stages(self, model: bytes, folder: Path, split_stages: bool | None) -> dict[SessionName, Any]:
         """Open the sessions of `_load`. folder: of the references of the model."""
         is_cuda = self.device == "cuda"
-        self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         stages: tuple[Stage, ...] = ("encode", "decode")
         if not self.manifest.staged or not (is_cuda if split_stages is None else split_stages):
             chooses = self._adds_greedy_choice and self.manifest.encode is None

@@ -186,6 +186,11 @@ class Graph:
         """Note which node computes each value, after nodes have changed."""
         self.producers: dict[str, Node] = {name: node for node in self.nodes for name in node.outputs if name}
 
+    def replace_nodes(self, new_nodes: Mapping[int, Node | None]) -> None:
+        """Put new nodes in the places of others. new_nodes: id of a node → the new one; None to remove it."""
+        self.nodes = [new for node in self.nodes if (new := new_nodes.get(id(node), node)) is not None]
+        self.index()
+
     def all_graphs(self) -> Iterator[Graph]:
         """Yield this graph, and the branches within it."""
         yield self

@@ -123,8 +123,7 @@ def share_contexts(graph: Graph, files: WeightFiles, model_inputs: set[str], dom
         attributes = {**node.number_attributes(), "shared": 1}
         new_nodes[id(node)] = new_node(NATIVE_CONTEXT_ATTENTION, domain, inputs, split.outputs, attributes)
         new_nodes[id(split)] = None
-    graph.nodes = [new for node in graph.nodes if (new := new_nodes.get(id(node), node)) is not None]
-    graph.index()
+    graph.replace_nodes(new_nodes)
 
 
 def _is_whole_shape(node: Node, name: str) -> bool:

@@ -86,9 +86,8 @@ class ElementwiseRewriting:
         return node.domain == self.domain and node.op_type in self.products
 
     def _replace(self, new_nodes: dict[int, Node | None]) -> int:
-        """Put new nodes in the places of others. new_nodes: id of a node → the new one; None to remove it."""
-        self.graph.nodes = [new for node in self.graph.nodes if (new := new_nodes.get(id(node), node)) is not None]
-        self.graph.index()
+        """Replace nodes as `Graph.replace_nodes` does, and return the number of new ones."""
+        self.graph.replace_nodes(new_nodes)
         return sum(new is not None for new in new_nodes.values())
 
     def _activated(self, name: str, readers: Readers) -> Activated | None:

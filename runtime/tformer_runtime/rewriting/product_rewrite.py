@@ -111,8 +111,6 @@ def _rewritten(
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
-        for graph in graphs:
-            share_contexts(graph, files, parsed.graph.input_names(), DOMAIN)
         elementwise = sum(replacement.replace_elementwise(graph) for graph in graphs)
     if not products and not attentions:
         return Rewritten(model)
@@ -156,12 +154,15 @@ class _Replacement:
         """Replace the attentions of one graph, without its branches, and return their number."""
         if self.attention_path is None or not any(n.op_type in (ATTENTION, CONTEXT_ATTENTION) for n in graph.nodes):
             return 0
-        count, read = 0, graph.names_read()
+        count, read, has_contexts = 0, graph.names_read(), False
         for i, node in enumerate(graph.nodes):
             new = find_attention(graph, node, read, self.files, self.inputs, DOMAIN, self.attention_path)
             if new is not None:
                 graph.nodes[i], count = new, count + 1
+                has_contexts = has_contexts or node.op_type == CONTEXT_ATTENTION
         graph.index()
+        if has_contexts:
+            share_contexts(graph, self.files, self.inputs, DOMAIN)
         return count
 
     def replace_elementwise(self, graph: Graph) -> int:
@@ -183,8 +184,7 @@ class _Replacement:
             if found is not None:
                 last, new = found
                 new_nodes[id(last)] = new
-        graph.nodes = [new_nodes.get(id(node), node) for node in graph.nodes]
-        graph.index()
+        graph.replace_nodes(new_nodes)
         return len(new_nodes)
 
     def _new_node(self, graph: Graph, node: Node, readers: Readers) -> tuple[Node, Node] | None:

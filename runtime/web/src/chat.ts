@@ -166,10 +166,7 @@ export class Chat {
   /** Remove the last turns. The cache of their common prefix with the next turn is reused. */
   rewind(turns = 1): void {
     this.answers.mustBeEnded();
-    if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
-      throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
-    }
-    this.turns.length -= turns;
+    removeLast(this.turns, turns);
   }
 
   /** Free the memory, after the message that is being answered. The conversation cannot continue. */
@@ -316,6 +313,14 @@ async function prefill(engine: Engine, state: State, ids: Int32Array, signal?: A
     await takeTurn(signal);
     await engine.step(state, ids.subarray(begin, begin + PREFILL_CHUNK_TOKENS));
   }
+}
+
+/** Remove the last turns of a conversation. Throw OptionError if there are fewer. */
+export function removeLast(turns: Turn[], count: number): void {
+  if (!Number.isInteger(count) || count < 0 || count > turns.length) {
+    throw new OptionError(`there are ${turns.length} turns, and ${count} cannot be taken back`, "turns");
+  }
+  turns.length -= count;
 }
 
 /** Return whether the pictures are the same. Inputs without pictures equal missing inputs. */

@@ -1,18 +1,12 @@
 /** A model in a worker, with the calls of `Model`: the page stays free while it computes. */
 
 import type { NumberArray } from "./base/arrays.js";
-import {
-  abortedError,
-  checkAborted,
-  DeviceError,
-  InputError,
-  OptionError,
-  UnsupportedCallError,
-} from "./base/errors.js";
+import { abortedError, checkAborted, DeviceError, InputError, UnsupportedCallError } from "./base/errors.js";
 import { ownedStream } from "./base/ownedStream.js";
 import { closedError } from "./backend/session.js";
 import {
   Answers,
+  removeLast,
   type CachedPrefix,
   type CallOptions,
   type Chat,
@@ -443,10 +437,7 @@ class RemoteChat implements Public<Chat> {
 
   rewind(turns = 1): void {
     this.answers.mustBeEnded();
-    if (!Number.isInteger(turns) || turns < 0 || turns > this.turns.length) {
-      throw new OptionError(`there are ${this.turns.length} turns, and ${turns} cannot be taken back`, "turns");
-    }
-    this.turns.length -= turns; // the next message says how many are left
+    removeLast(this.turns, turns); // the next message says how many are left
   }
 
   release(): void {

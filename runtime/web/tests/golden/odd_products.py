@@ -100,7 +100,7 @@ class Product:
             return x.astype(np.float64) @ self.matrix + self.bias
 
     def size_of(self, x: np.ndarray) -> np.ndarray:
-        """Return the sums of the magnitudes of what is added."""
+        """Return the sums of the magnitudes of all terms, of which an error is a share."""
         return np.abs(x).astype(np.float64) @ np.abs(self.matrix) + np.abs(self.bias)
 
 
@@ -140,7 +140,7 @@ def shared(random: Any) -> tuple[Any, Weights, Any]:
 
 
 def after(operator: str, random: Any, *others: float) -> tuple[Any, Weights, Any]:
-    """A product of what an operator makes of the input."""
+    """A product whose rows are the result of an operator on the input."""
     product = Product(8, 96, 48, 32, random, x="z")
     weights = {f"other{i}": np.float32(other) for i, other in enumerate(others)}
     node = h.make_node(operator, ["x", *weights], ["z"])

@@ -1,4 +1,4 @@
-"""The patches of a trace change nothing in what torch traces, and leave out work that it does again."""
+"""A trace with the patches gives the graph that torch gives alone, and repeats less work."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ print(json.dumps([frozen_before, gc.get_freeze_count(), visited, Circle.ended]))
 
 @pytest.mark.parametrize("state", ["frozen", "usual"])
 def test_collections_after_the_import(state):
-    """They find the garbage of the caller, leave what it has frozen, and do not visit what the import has made."""
+    """They find the caller's garbage. They leave what it has frozen, and do not visit objects of the import."""
     process = subprocess.run([sys.executable, "-c", COLLECTIONS, state], capture_output=True, text=True, check=True)
     frozen_before, frozen, visited, circle_ended = json.loads(process.stdout)
     assert circle_ended

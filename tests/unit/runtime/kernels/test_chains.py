@@ -129,7 +129,7 @@ def test_random_graph_has_the_same_bits_in_chains(seed, size, rows):
 
 
 def test_operators_between_others_become_few_chains():
-    """Of products, norms and Tanh by turns, each Tanh ends a chain."""
+    """Products and norms alternate. Each Tanh among them ends a chain."""
     nodes, weights = [], {}
     for i in range(12):
         weights |= {f"w{i}": np.eye(WIDTH, dtype=np.float32), f"g{i}": np.ones(WIDTH, np.float32)}
