@@ -1,6 +1,7 @@
 """Chains: native operators that run one after the other become one operator.
 
-onnxruntime takes 0.1 to 0.2 µs for each operator, and a step of a small model has a hundred of them. The library runs the operators of a chain itself (`runtime/kernels/src/chain_op.cpp`).
+onnxruntime takes 0.1 to 0.2 µs for each operator, and a step of a small model has a hundred of them. The library runs
+the operators of a chain itself (`runtime/kernels/src/chain_op.cpp`).
 """
 
 from __future__ import annotations
