@@ -88,6 +88,9 @@ class HfRows:
             own += new.tolist()
         return self.logits()
 
+    def max_greedy_steps(self) -> int:
+        return 1
+
     def requests(self) -> None:
         return None
 
@@ -125,6 +128,9 @@ class HfStarter:
         rows = HfRows(self.model, [t.sources.get("src") for t in tasks], [t.prompt.tolist() for t in tasks])
         self.batches.append(rows)
         return rows, rows.logits()
+
+    def begin_unread(self, task: Any) -> None:
+        return None
 
     def bytes_needed(self, running: list[Any], coming: list[Any], rows: HfRows | None = None) -> int:
         return sum(task.width for task in (*running, *coming))

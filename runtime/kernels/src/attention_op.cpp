@@ -34,17 +34,18 @@ size_t count_of(const Attributes& attributes, const char* name) {
 }
 
 // A call that has nothing but the queries, of which a position has `heads` heads.
-AttentionCall begin_call(const ort::Api* api, const Input& query, size_t heads) {
-  require(api, query.data && query.rank == 3 && query.size(2) > 0 && query.size(2) % heads == 0,
+AttentionCall begin_call(const ort::Api* api, const float* queries, const Shape& query, size_t heads) {
+  require(api, queries && query.rank == 3 && query.size(2) > 0 && query.size(2) % heads == 0,
           "tformer-kernels: queries must have the shape (batch, positions, numbers of all heads)");
   AttentionCall call{};
   call.batch = query.size(0), call.length = query.size(1), call.size = query.size(2) / heads;
-  call.queries = query.floats(), call.query_stride = query.size(2);
+  call.queries = queries, call.query_stride = query.size(2);
   return call;
 }
 
-void add_bias(const ort::Api* api, AttentionCall& call, Input bias) {
-  if (!bias.data) return;
+void add_bias(const ort::Api* api, AttentionCall& call, const Input& input) {
+  if (!input.data) return;
+  Shape bias(input);
   for (; bias.rank < 4; bias.rank++) {  // missing axes are in front
     std::copy_backward(bias.sizes, bias.sizes + bias.rank, bias.sizes + bias.rank + 1);
     bias.sizes[0] = 1;
@@ -54,7 +55,7 @@ void add_bias(const ort::Api* api, AttentionCall& call, Input bias) {
               (bias.size(1) == 1 || bias.size(1) == call.heads) && (bias.size(2) == 1 || bias.size(2) == call.length) &&
               bias.size(3) == call.total,
           "tformer-kernels: the bias must have a number for each query and position");
-  call.bias = bias.floats();
+  call.bias = input.floats();
   call.bias_row_stride = bias.size(2) == 1 ? 0 : bias.size(3);
   call.bias_head_stride = bias.size(1) == 1 ? 0 : bias.size(2) * bias.size(3);
   call.bias_batch_stride = bias.size(0) == 1 ? 0 : bias.size(1) * bias.size(2) * bias.size(3);
@@ -73,7 +74,7 @@ Heads heads_of(const ort::Api* api, const AttentionCall& call, const Input& inpu
 }
 
 // shape: of the result.
-void finish_call(Operands& operands, AttentionCall& call, const Input& shape) {
+void finish_call(Operands& operands, AttentionCall& call, const Shape& shape) {
   const ort::Api* api = operands.api;
   const char* refusal = call.total > 0 ? attention_refusal(call) : nullptr;
   require(api, refusal == nullptr, refusal);
@@ -118,7 +119,7 @@ void Attention::run(Operands& operands) const {
   Input in[INPUTS];
   read_inputs(operands, in);
   const bool packed = in[KEY].data == nullptr;
-  AttentionCall call = begin_call(api, in[QUERY], packed ? heads + 2 * groups : heads);
+  AttentionCall call = begin_call(api, in[QUERY].floats(), Shape(in[QUERY]), packed ? heads + 2 * groups : heads);
   call.path = path, call.heads = heads, call.groups = groups;
   call.scale = scale, call.causal = causal, call.interleaved = interleaved;
   const size_t width = call.groups * call.size;
@@ -161,7 +162,7 @@ void Attention::run(Operands& operands) const {
     call.slots = std::max(call.past_slots, call.total);
   }
   add_bias(api, call, in[BIAS]);
-  Input shape = in[QUERY];
+  Shape shape(in[QUERY]);
   shape.sizes[2] = static_cast<int64_t>(heads * call.size);
   finish_call(operands, call, shape);
 }
@@ -180,13 +181,14 @@ class ContextAttention final : public Operator {
     read_inputs(operands, in);
     require(api, in[KEY].data && (in[KEY].rank == 3 || in[KEY].rank == 4),
             "tformer-kernels: keys must have three or four axes");
-    AttentionCall call = begin_call(api, shared ? divided(api, in[QUERY], in[KEY]) : in[QUERY], heads);
+    const Shape queries = shared ? divided(api, in[QUERY], in[KEY]) : Shape(in[QUERY]);
+    AttentionCall call = begin_call(api, in[QUERY].floats(), queries, heads);
     call.path = path, call.heads = call.groups = heads, call.scale = scale;
     call.total = call.positions = in[KEY].size(in[KEY].rank - 2);
     call.keys = heads_of(api, call, in[KEY], call.total);
     call.values = heads_of(api, call, in[VALUE], call.total);
     add_bias(api, call, in[CONTEXT_BIAS]);
-    finish_call(operands, call, in[QUERY]);
+    finish_call(operands, call, Shape(in[QUERY]));
   }
 
  private:
@@ -196,18 +198,19 @@ class ContextAttention final : public Operator {
   const bool shared;
 
   // Queries (…) as (C, N, H · D), with C rows of keys.
-  Input divided(const ort::Api* api, Input query, const Input& key) const {
+  Shape divided(const ort::Api* api, const Input& query, const Input& key) const {
     const size_t rows = key.size(0), width = key.rank == 4 ? heads * key.size(3) : key.size(2);
     size_t count = 1;
     for (size_t axis = 0; axis < query.rank; axis++) count *= query.size(axis);
     // Not by rows * width, which may overflow to 0: keys without positions may have any number of rows.
     require(api, query.data && width > 0 && (rows > 0 ? count % rows == 0 && count / rows % width == 0 : count == 0),
             "tformer-kernels: queries must be divided evenly among the rows of keys");
-    query.rank = 3;
-    query.sizes[0] = key.sizes[0];
-    query.sizes[1] = rows > 0 ? static_cast<int64_t>(count / rows / width) : 0;
-    query.sizes[2] = static_cast<int64_t>(width);
-    return query;
+    Shape shape;
+    shape.rank = 3;
+    shape.sizes[0] = key.sizes[0];
+    shape.sizes[1] = rows > 0 ? static_cast<int64_t>(count / rows / width) : 0;
+    shape.sizes[2] = static_cast<int64_t>(width);
+    return shape;
   }
 };
 
@@ -215,8 +218,8 @@ constexpr uint32_t NEEDED = 1 << QUERY | 1 << LAST | 1 << TOTAL;
 
 }  // namespace
 
-const OperatorKind ATTENTION = {"Attention", INPUTS, 3, ~NEEDED, 1 << LAST | 1 << TOTAL, false, make_operator<Attention>};
-const OperatorKind CONTEXT_ATTENTION = {"ContextAttention", CONTEXT_INPUTS, 1, 1 << CONTEXT_BIAS, 0, false,
+const OperatorKind ATTENTION = {"Attention", INPUTS, 3, ~NEEDED, "fffffiiffff", "rbbbbb---m-", false, make_operator<Attention>};
+const OperatorKind CONTEXT_ATTENTION = {"ContextAttention", CONTEXT_INPUTS, 1, 1 << CONTEXT_BIAS, "ffff", "rbbm", false,
                                         make_operator<ContextAttention>};
 
 }  // namespace tformer

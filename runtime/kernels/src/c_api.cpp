@@ -12,7 +12,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 6;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 7;  // grows whenever a function or the operator changes
 
 int64_t keep(Packed packed) {
   return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);

@@ -7,251 +7,337 @@
 //
 // This is its kind, its inputs, and its results after the `>`; `-` is none. Values are numbered: the inputs of the chain, then
 // its results, then the values between operators. An operator's attributes are attributes of the chain, with the number
-// of its line in front: `0.epsilon`.
+// of its line in front: `0.epsilon`. `parts` is the number of threads that may share a batch. `loop`, if it is not empty,
+// makes the chain run several times (`greedy_loop.h`).
 //
 // A value between operators has a buffer, which later values use again once the last reader has run. Buffers grow to what the
 // largest run has needed; all chains of the process share them.
 //
+// Several sequences may be divided among threads: each thread runs all operators for its part of the batch, so that no thread
+// waits for another between two operators. A sequence's results do not depend on the others of its batch.
+//
 // onnxruntime checks the types of an operator's inputs, but those of a chain may have any type. So a chain checks them.
-#include <charconv>
 #include <mutex>
-#include <string_view>
+#include <numeric>
+#include <optional>
 #include <vector>
 
-#include "operator.h"
+#include "chain_buffers.h"
+#include "chain_program.h"
+#include "greedy_loop.h"
 
 namespace tformer {
 namespace {
 
-constexpr size_t MAX_VALUES = 1 << 20;          // of a chain
-constexpr size_t MAX_FLOATS = size_t{1} << 60;  // of a value
-constexpr size_t NONE = ~size_t{0};             // a value that is not there
+// Products of floats or integers that a batch must have to be divided, and the bytes of weights, which each thread reads. They
+// should fit into its own cache.
+constexpr size_t DIVIDED_PRODUCTS = 1 << 22, DIVIDED_BYTES = 1 << 23;
+constexpr size_t MAX_PARTS = 64;
 
-// Memory of a chain that runs. There are as many buffers as values that are needed at the same time.
-class Buffers {
- public:
-  // Takes the smallest buffer that has so many numbers; if none has, the largest grows.
-  size_t take(size_t count) {
-    auto best = std::min_element(unused.begin(), unused.end(), [&](size_t a, size_t b) {
-      const size_t size_a = memory[a].size, size_b = memory[b].size;
-      const bool fits_a = size_a >= count, fits_b = size_b >= count;
-      if (fits_a != fits_b) return fits_a;
-      return fits_a ? size_a < size_b : size_a > size_b;
-    });
-    if (best == unused.end()) {
-      memory.emplace_back();
-      unused.reserve(memory.size());  // so that buffers can be given back without new memory
-      best = unused.insert(unused.end(), memory.size() - 1);
-    }
-    const size_t buffer = *best;
-    memory[buffer].reserve(std::max<size_t>(count, 1));
-    unused.erase(best);
-    return buffer;
-  }
+// Some of the sequences of a batch. A unit is the least number of sequences that can be divided.
+struct Part {
+  size_t begin = 0, end = 1, units = 1;  // units of this part, and those of the batch
 
-  float* floats(size_t buffer) { return memory[buffer].memory.get(); }
-  void give_back(size_t buffer) { unused.push_back(buffer); }
-
- private:
-  std::vector<Growing<float>> memory;
-  std::vector<size_t> unused;
+  bool is_whole() const { return end - begin == units; }
 };
 
-// The buffers of the chains that run at the same time.
-class BufferPool {
+// The memory of the results of a chain, which onnxruntime allocates once their sizes are known.
+class Results {
  public:
-  std::unique_ptr<Buffers> take() {
+  Results(Operands& operands, size_t inputs, size_t count) : operands(operands), inputs(inputs), results(count) {}
+
+  // The memory for a part of a result.
+  //
+  // value, sizes: of the result, and of the part. steps, step: if the result has the logits of several steps, how many and which.
+  float* part(size_t value, const int64_t* sizes, size_t rank, const Part& part, size_t steps, size_t step) {
+    int64_t whole[MAX_RANK];
+    std::copy_n(sizes, rank, whole);
+    size_t offset = 0;
+    if (!part.is_whole()) {
+      const int64_t unit = sizes[0] / static_cast<int64_t>(part.end - part.begin);
+      whole[0] = unit * static_cast<int64_t>(part.units);
+      offset = part.begin * static_cast<size_t>(unit) * count_of(sizes + 1, rank - 1);
+    }
+    if (steps > 1) {
+      offset += step * count_of(whole, rank);
+      if (__builtin_mul_overflow(whole[0], static_cast<int64_t>(steps), &whole[0])) throw std::bad_alloc();
+    }
+    const size_t count = count_of(whole, rank);
     const std::lock_guard guard(lock);
-    if (unused.empty()) return std::make_unique<Buffers>();
-    std::unique_ptr<Buffers> buffers = std::move(unused.back());
-    unused.pop_back();
-    return buffers;
+    Result& result = results[value - inputs];
+    if (result.data == nullptr) {
+      result = {operands.output(value - inputs, whole, rank), count};
+      require(operands.api, result.data != nullptr, "tformer-kernels: the node of a chain lacks a result of its program");
+    }
+    require(operands.api, result.count == count, "tformer-kernels: the results of a chain change their size while it runs");
+    return result.data + offset;
   }
 
-  void give_back(std::unique_ptr<Buffers> buffers) {
-    const std::lock_guard guard(lock);
-    unused.push_back(std::move(buffers));
-  }
-
-  // The pool of all chains; its memory is freed with the last chain.
-  static std::shared_ptr<BufferPool> shared() {
-    static std::mutex lock;
-    static auto& pool = *new std::weak_ptr<BufferPool>;  // never destroyed: sessions may outlive static objects
-    const std::lock_guard guard(lock);
-    std::shared_ptr<BufferPool> found = pool.lock();
-    if (!found) pool = found = std::make_shared<BufferPool>();
-    return found;
-  }
+  float* data(size_t value) const { return results[value - inputs].data; }
 
  private:
+  struct Result {
+    float* data = nullptr;
+    size_t count = 0;
+  };
+
+  Operands& operands;
+  const size_t inputs;
+  std::vector<Result> results;
   std::mutex lock;
-  std::vector<std::unique_ptr<Buffers>> unused;
 };
 
-struct Link {
-  const OperatorKind* kind;
-  std::unique_ptr<Operator> op;
-  std::vector<size_t> inputs, outputs;  // values
-  std::vector<size_t> ended;            // values between operators that no later operator reads
-};
-
-class Chain final : public Operator {
+// The operators of a chain, for a part of the batch.
+class PartRun {
  public:
-  explicit Chain(const Attributes& attributes) : pool(BufferPool::shared()) {
-    const int64_t given_inputs = attributes.integer("input_count"), given_outputs = attributes.integer("output_count");
-    const int64_t most = MAX_VALUES / 2;
-    require(attributes.api, given_inputs >= 0 && given_inputs <= most && given_outputs >= 0 && given_outputs <= most,
-            "tformer-kernels: a chain has too many inputs or results");
-    inputs = static_cast<size_t>(given_inputs), results = static_cast<size_t>(given_outputs);
-    values = inputs + results;
-    const std::string program = attributes.text("program");
-    for (std::string_view rest = program; !rest.empty();) {
-      const size_t end = std::min(rest.find('\n'), rest.size());
-      links.push_back(read_link(attributes, rest.substr(0, end)));
-      rest.remove_prefix(std::min(end + 1, rest.size()));
-    }
-    find_ends(attributes.api);
+  PartRun(const Program& program, Operands& operands, Results& results, std::vector<Input>& inputs, BufferPool& pool, Part part,
+          bool has_threads)
+      : program(program), operands(operands), results(results), inputs(inputs), part(part), has_threads(has_threads),
+        computed(program.values - program.inputs), buffer_of(program.values), pool(pool), buffers(pool.take()) {}
+
+  // After an error the buffers are freed.
+  ~PartRun() {
+    if (is_complete) pool.give_back(std::move(buffers));
   }
 
-  void run(Operands& operands) const override {
-    size_t given = 0, wanted = 0;
-    check(ort::KernelContext_GetInputCount::call(operands.api, operands.context, &given));
-    check(ort::KernelContext_GetOutputCount::call(operands.api, operands.context, &wanted));
-    require(operands.api, given >= inputs && wanted >= results,
-            "tformer-kernels: the node of a chain has fewer inputs or results than its program");
-    Run run{*this, operands, std::vector<Input>(values), std::vector<size_t>(values), pool->take()};
-    for (const Link& link : links) {
-      LinkOperands link_operands(run, link);
+  // loop: of a chain that runs several times; nullptr for others.
+  void run(const GreedyLoop* loop, const GreedyRun* greedy) {
+    is_complete = false;
+    for (const Link& link : program.links) {
+      LinkOperands link_operands(*this, link, loop, greedy);
       link.op->run(link_operands);
       for (size_t value : link.ended)
-        if (run.values[value].data != nullptr) run.buffers->give_back(run.buffer_of[value]);
+        if (computed[value - program.inputs].input.data != nullptr) buffers->give_back(buffer_of[value]);
     }
-    pool->give_back(std::move(run.buffers));  // after an error they are freed
+    is_complete = true;
   }
 
+  // A value that the chain has computed.
+  const Input& value(size_t value) const { return computed[value - program.inputs].input; }
+
  private:
-  struct Run {
-    const Chain& chain;
-    Operands& operands;  // of the chain
-    std::vector<Input> values;
-    std::vector<size_t> buffer_of;  // of each value between operators
-    std::unique_ptr<Buffers> buffers;
+  struct Computed {
+    Input input;
+    int64_t sizes[MAX_RANK];
   };
 
   class LinkOperands final : public Operands {
    public:
-    LinkOperands(Run& run, const Link& link) : Operands(run.operands.api, run.operands.context), own(run), link(link) {}
+    LinkOperands(PartRun& own, const Link& link, const GreedyLoop* loop, const GreedyRun* greedy)
+        : Operands(own.operands.api, own.operands.context, own.has_threads), own(own), link(link), loop(loop), greedy(greedy) {}
 
     Input input(size_t index) override {
       const size_t value = index < link.inputs.size() ? link.inputs[index] : NONE;
       if (value == NONE) return {};
-      Input& found = own.values[value];
-      if (value < own.chain.inputs && found.data == nullptr) found = own.operands.input(value);
-      require(api, found.type == (link.kind->integers >> index & 1 ? ort::INT32 : ort::FLOAT),
-              "tformer-kernels: an operator of a chain reads a value of another type");
+      const Input& found = value < own.program.inputs ? own.given(value) : own.computed[value - own.program.inputs].input;
+      const ort::ElementType type = link.kind->type(index);
+      require(api, type == ort::ANY || found.type == type, "tformer-kernels: an operator of a chain reads a value of another type");
       return found;
     }
 
     float* output(size_t index, const int64_t* sizes, size_t rank) override {
       const size_t value = index < link.outputs.size() ? link.outputs[index] : NONE;
       if (value == NONE) return nullptr;
-      const size_t place = value - own.chain.inputs;
+      require(api, rank <= MAX_RANK, "tformer-kernels: a result of an operator has too many axes");
       float* data = nullptr;
-      if (place < own.chain.results) {
-        data = own.operands.output(place, sizes, rank);
+      if (value < own.program.inputs + own.program.results) {
+        const bool is_logits = greedy != nullptr && value == loop->logits;
+        data = own.results.part(value, sizes, rank, own.part, is_logits ? greedy->steps : 1, is_logits ? greedy->step : 0);
       } else {
         own.buffer_of[value] = own.buffers->take(count_of(sizes, rank));
         data = own.buffers->floats(own.buffer_of[value]);
       }
-      require(api, data != nullptr, "tformer-kernels: the node of a chain lacks a result of its program");
-      Input& result = own.values[value];
-      result.data = data, result.rank = rank;
+      Computed& result = own.computed[value - own.program.inputs];
       std::copy_n(sizes, rank, result.sizes);
+      result.input = {data, ort::FLOAT, rank, result.sizes};
       return data;
     }
 
    private:
-    Run& own;
+    PartRun& own;
     const Link& link;
+    const GreedyLoop* loop;
+    const GreedyRun* greedy;
   };
 
-  // The number of floats of a value. Throws bad_alloc if no memory holds as many.
-  static size_t count_of(const int64_t* sizes, size_t rank) {
-    if (std::find(sizes, sizes + rank, 0) != sizes + rank) return 0;
-    size_t count = 1;
-    for (size_t axis = 0; axis < rank; axis++)
-      if (__builtin_mul_overflow(count, static_cast<size_t>(sizes[axis]), &count) || count > MAX_FLOATS) throw std::bad_alloc();
-    return count;
+  // An input of the chain.
+  const Input& given(size_t value) {
+    Input& found = inputs[value];
+    if (found.data == nullptr) found = operands.input(value);
+    return found;
   }
 
-  const std::shared_ptr<BufferPool> pool;
-  size_t inputs, results, values;
-  std::vector<Link> links;
+  const Program& program;
+  Operands& operands;  // of the chain
+  Results& results;
+  std::vector<Input>& inputs;  // of the part
+  const Part part;
+  const bool has_threads;
+  std::vector<Computed> computed;
+  std::vector<size_t> buffer_of;  // of each value between operators
+  BufferPool& pool;
+  std::unique_ptr<Buffers> buffers;
+  bool is_complete = true;
+};
 
-  Link read_link(const Attributes& attributes, std::string_view line) {
-    const ort::Api* api = attributes.api;
-    auto next_word = [&] {
-      const size_t end = std::min(line.find(' '), line.size());
-      const std::string_view word = line.substr(0, end);
-      line.remove_prefix(std::min(end + 1, line.size()));
-      return word;
-    };
-    const std::string_view name = next_word();
-    const OperatorKind* kind = nullptr;
-    for (const OperatorKind* each : KINDS)
-      if (!each->is_chain && each->name == name) kind = each;
-    require(api, kind != nullptr, "tformer-kernels: a chain has an operator that this library lacks");
-    Link link{kind, nullptr, {}, {}, {}};
-    std::vector<size_t>* places = &link.inputs;
-    while (!line.empty()) {
-      const std::string_view word = next_word();
-      if (word == ">") {
-        places = &link.outputs;
+class Chain final : public Operator {
+ public:
+  explicit Chain(const Attributes& attributes)
+      : pool(BufferPool::shared()), program(attributes), max_parts(static_cast<size_t>(std::clamp<int64_t>(attributes.integer("parts"), 1, MAX_PARTS))) {
+    if (!attributes.text("loop").empty()) loop.emplace(attributes, program.inputs, program.results);
+  }
+
+  void run(Operands& operands) const override {
+    size_t given = 0, wanted = 0;
+    check(ort::KernelContext_GetInputCount::call(operands.api, operands.context, &given));
+    check(ort::KernelContext_GetOutputCount::call(operands.api, operands.context, &wanted));
+    require(operands.api, given >= program.inputs && wanted >= program.results,
+            "tformer-kernels: the node of a chain has fewer inputs or results than its program");
+    Results results(operands, program.inputs, program.results);
+    std::vector<Input> inputs(program.inputs);
+    if (loop) read_inputs(operands, inputs);
+    std::optional<GreedyRun> greedy;
+    if (loop) greedy.emplace(operands.api, *loop, inputs);
+    const std::vector<Part> parts = divide(operands, inputs);
+    if (parts.size() > 1)
+      run_parts(operands, results, inputs, parts, greedy);
+    else
+      run_whole(operands, results, inputs, greedy);
+  }
+
+ private:
+  const std::shared_ptr<BufferPool> pool;
+  const Program program;
+  const size_t max_parts;
+  std::optional<GreedyLoop> loop;
+
+  static void read_inputs(Operands& operands, std::vector<Input>& inputs) {
+    for (size_t value = 0; value < inputs.size(); value++)
+      if (inputs[value].data == nullptr) inputs[value] = operands.input(value);
+  }
+
+  const GreedyLoop* own_loop() const { return loop ? &*loop : nullptr; }
+
+  void run_whole(Operands& operands, Results& results, std::vector<Input>& inputs, std::optional<GreedyRun>& greedy) const {
+    PartRun run(program, operands, results, inputs, *pool, {}, true);
+    do run.run(own_loop(), greedy ? &*greedy : nullptr);
+    while (greedy && next(operands.api, *greedy, results, inputs, run));
+  }
+
+  // Chooses the next tokens of a loop. Return whether there is another step.
+  bool next(const ort::Api* api, GreedyRun& greedy, Results& results, const std::vector<Input>& inputs, const PartRun& run) const {
+    if (greedy.steps == 1) return false;
+    const Input& logits = run.value(loop->logits);
+    require(api, logits.rank == 3 && logits.size(1) == 1 && logits.size(2) > 0, "tformer-kernels: a loop needs logits of one position");
+    for (const auto& [input, result] : loop->caches)
+      require(api, inputs[input].data == results.data(result), "tformer-kernels: the caches of a loop must be written in place");
+    const size_t vocabulary = logits.size(2), batch = inputs[loop->tokens].size(0);
+    return greedy.next(results.data(loop->logits) + greedy.step * batch * vocabulary, vocabulary);
+  }
+
+  // Returns the parts of the batch; one if it is not worth dividing, or if it cannot be divided.
+  std::vector<Part> divide(Operands& operands, std::vector<Input>& inputs) const {
+    if (max_parts < 2 || !program.has_batch || program.weights == 0 || program.weight_bytes > DIVIDED_BYTES) return {};
+    size_t batch = 0, positions = 0;
+    for (size_t value = 0; value < inputs.size() && batch == 0; value++) {
+      const char axis = program.axes[value];
+      if (axis != 'r' && axis != 'p' && axis != 'a') continue;
+      if (inputs[value].data == nullptr) inputs[value] = operands.input(value);
+      if (is_divided(inputs[value], axis)) batch = inputs[value].size(0), positions = inputs[value].size(1);
+    }
+    if (batch < 2 || batch * positions * program.weights < DIVIDED_PRODUCTS) return {};
+    read_inputs(operands, inputs);
+    size_t units = batch;
+    for (size_t value = 0; value < inputs.size(); value++) {
+      const Input& input = inputs[value];
+      const char axis = program.axes[value];
+      if (!is_divided(input, axis)) {
+        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > (axis == 'm' ? 4 : axis == 'a' ? 3 : MAX_RANK)) return {};
         continue;
       }
-      size_t value = NONE;
-      const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-      const bool is_number = error == std::errc() && end == word.data() + word.size() && value < MAX_VALUES;
-      require(api, is_number || word == "-", "tformer-kernels: a chain has a damaged program");
-      places->push_back(is_number ? value : NONE);
-      if (is_number) values = std::max(values, value + 1);
+      if (axis != 'b' && input.size(0) != batch) return {};
+      units = std::gcd(units, input.size(0));
     }
-    require(api, link.inputs.size() <= kind->inputs && link.outputs.size() <= kind->outputs,
-            "tformer-kernels: an operator of a chain has too many operands");
-    for (size_t i = 0; i < kind->inputs; i++)
-      require(api, (kind->optional >> i & 1) || (i < link.inputs.size() && link.inputs[i] != NONE),
-              "tformer-kernels: an operator of a chain lacks an input");
-    require(api, !link.outputs.empty() && link.outputs[0] != NONE, "tformer-kernels: an operator of a chain lacks a result");
-    link.op = kind->make({api, attributes.info, attributes.prefix + std::to_string(links.size()) + "."});
-    return link;
+    for (const std::vector<size_t>& addends : program.given_addends)
+      if (std::none_of(addends.begin(), addends.end(), [&](size_t value) { return is_divided(inputs[value], program.axes[value]); }))
+        return {};
+    const size_t count = std::min(max_parts, units);
+    std::vector<Part> parts(count);
+    for (size_t i = 0; i < count; i++) parts[i] = {units * i / count, units * (i + 1) / count, units};
+    return parts;
   }
 
-  // Notes after which operator the buffer of each value is free.
-  void find_ends(const ort::Api* api) {
-    std::vector<bool> is_there(values, false);
-    std::fill(is_there.begin(), is_there.begin() + static_cast<ptrdiff_t>(inputs), true);
-    std::vector<size_t> last(values, NONE);  // the operator that reads a value last, or computes it
-    for (size_t i = 0; i < links.size(); i++) {
-      for (size_t value : links[i].inputs) {
-        if (value == NONE) continue;
-        require(api, is_there[value], "tformer-kernels: a chain reads a value before it is computed");
-        last[value] = i;
-      }
-      for (size_t value : links[i].outputs) {
-        if (value == NONE) continue;
-        require(api, !is_there[value], "tformer-kernels: a chain computes a value twice");
-        is_there[value] = true, last[value] = i;
-      }
+  // Whether each part has its own part of an input.
+  static bool is_divided(const Input& input, char axis) {
+    switch (axis) {
+      case 'r': return input.rank == 3 && input.size(0) > 0;
+      case 'p': return input.rank == 2 && input.size(0) > 0;
+      case 'b': return input.rank >= 1 && input.rank <= MAX_RANK && input.size(0) > 0;
+      case 'a': return input.rank == 3 && input.size(0) > 1;
+      case 'm': return input.rank == 4 && input.size(0) > 1;
+      default: return false;
     }
-    for (size_t value = 0; value < inputs + results; value++)
-      require(api, is_there[value], "tformer-kernels: a chain lacks a result");
-    for (size_t value = inputs + results; value < values; value++)
-      if (last[value] != NONE) links[last[value]].ended.push_back(value);
+  }
+
+  static size_t bytes_of(ort::ElementType type) { return type == ort::INT64 ? 8 : type == ort::INT8 ? 1 : 4; }
+
+  struct PartInputs {
+    std::vector<Input> values;
+    std::vector<std::unique_ptr<Shape>> shapes;  // of those that are divided
+  };
+
+  struct Job {
+    const ort::Api* api;
+    const GreedyLoop* loop;
+    const GreedyRun* greedy;
+    std::vector<PartInputs> inputs;
+    std::vector<std::unique_ptr<PartRun>> runs;
+    std::vector<ort::Status*> errors;
+  };
+
+  // Returns the inputs of a part: those of its sequences.
+  PartInputs take_inputs(const Part& part, const std::vector<Input>& inputs) const {
+    PartInputs own{inputs, {}};
+    for (size_t value = 0; value < inputs.size(); value++) {
+      Input& input = own.values[value];
+      if (!is_divided(input, program.axes[value])) continue;
+      own.shapes.emplace_back(new Shape(input));
+      const size_t unit = input.size(0) / part.units;
+      const size_t bytes = count_of(input.sizes + 1, input.rank - 1) * bytes_of(input.type);
+      own.shapes.back()->sizes[0] = static_cast<int64_t>((part.end - part.begin) * unit);
+      input.data = static_cast<const uint8_t*>(input.data) + part.begin * unit * bytes;
+      input.sizes = own.shapes.back()->sizes;
+    }
+    return own;
+  }
+
+  void run_parts(Operands& operands, Results& results, std::vector<Input>& inputs, const std::vector<Part>& parts,
+                 std::optional<GreedyRun>& greedy) const {
+    const size_t count = parts.size();
+    Job job{operands.api, own_loop(), greedy ? &*greedy : nullptr, std::vector<PartInputs>(count), {},
+            std::vector<ort::Status*>(count)};
+    for (size_t i = 0; i < count; i++) {
+      job.inputs[i] = take_inputs(parts[i], inputs);
+      job.runs.push_back(std::make_unique<PartRun>(program, operands, results, job.inputs[i].values, *pool, parts[i], false));
+    }
+    auto task = [](void* data, size_t i) {
+      Job& job = *static_cast<Job*>(data);
+      job.errors[i] = guarded(job.api, [&] { job.runs[i]->run(job.loop, job.greedy); });
+    };
+    do {
+      parallel_for(&operands, task, count, &job);
+      ort::Status* first = nullptr;
+      for (ort::Status* error : job.errors) {
+        if (error != nullptr && first != nullptr) ort::ReleaseStatus::call(operands.api, error);
+        else if (error != nullptr) first = error;
+      }
+      check(first);
+    } while (greedy && next(operands.api, *greedy, results, inputs, *job.runs[0]));
   }
 };
 
 }  // namespace
 
-const OperatorKind CHAIN = {"Chain", 1, 1, 0, 0, true, make_operator<Chain>};
+const OperatorKind CHAIN = {"Chain", 1, 1, 0, "*", "-", true, make_operator<Chain>};
 
 }  // namespace tformer

@@ -18,9 +18,7 @@ class ContextOperands final : public Operands {
     const ort::Value* value = nullptr;
     check(ort::KernelContext_GetInput::call(api, context, index, &value));
     if (value == nullptr) return input;
-    const int64_t* sizes = nullptr;
-    check(ort::GetTensorElementTypeAndShapeDataReference::call(api, value, &input.type, &sizes, &input.rank));
-    if (input.rank <= MAX_RANK) std::copy_n(sizes, input.rank, input.sizes);
+    check(ort::GetTensorElementTypeAndShapeDataReference::call(api, value, &input.type, &input.sizes, &input.rank));
     void* data = nullptr;
     check(ort::GetTensorMutableData::call(api, const_cast<ort::Value*>(value), &data));
     static const float nothing = 0;  // onnxruntime may give no address for tensors without numbers
@@ -59,7 +57,7 @@ CustomOp describe(const OperatorKind& kind) {
   op.GetExecutionProviderType = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.GetInputType = [](const ort::CustomOp* self, size_t i) {
     const OperatorKind& own = kind_of(self);
-    return own.is_chain ? ort::ANY : own.integers >> i & 1 ? ort::INT32 : ort::FLOAT;
+    return own.is_chain ? ort::ANY : own.type(i);
   };
   op.GetOutputType = [](const ort::CustomOp*, size_t) { return ort::FLOAT; };
   op.GetInputTypeCount = [](const ort::CustomOp* self) { return kind_of(self).inputs; };

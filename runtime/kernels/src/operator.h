@@ -9,6 +9,7 @@
 #include "matrix.h"
 #include "ort_abi.h"
 #include "paths.h"
+#include "product.h"
 
 namespace tformer {
 
@@ -90,21 +91,44 @@ struct Attributes {
   }
 };
 
-// An input; data is nullptr if it is not there. Sizes are known of at most MAX_RANK axes.
+// An input; data is nullptr if it is not there.
 struct Input {
   const void* data = nullptr;
   ort::ElementType type = ort::FLOAT;
   size_t rank = 0;
-  int64_t sizes[MAX_RANK] = {};
+  const int64_t* sizes = nullptr;
 
   const float* floats() const { return static_cast<const float*>(data); }
   size_t size(size_t axis) const { return static_cast<size_t>(sizes[axis]); }
 };
 
+// A shape that is computed.
+struct Shape {
+  size_t rank = 0;
+  int64_t sizes[MAX_RANK];
+
+  Shape() = default;
+  explicit Shape(const Input& input) : rank(input.rank) { std::copy_n(input.sizes, std::min(rank, MAX_RANK), sizes); }
+
+  size_t size(size_t axis) const { return static_cast<size_t>(sizes[axis]); }
+};
+
+constexpr size_t MAX_NUMBERS = size_t{1} << 60;  // of a value
+
+// The product of sizes. Throws bad_alloc if no memory holds as many numbers.
+inline size_t count_of(const int64_t* sizes, size_t rank) {
+  if (std::find(sizes, sizes + rank, 0) != sizes + rank) return 0;
+  size_t count = 1;
+  for (size_t axis = 0; axis < rank; axis++)
+    if (__builtin_mul_overflow(count, static_cast<size_t>(sizes[axis]), &count) || count > MAX_NUMBERS) throw std::bad_alloc();
+  return count;
+}
+
 // The product of all sizes but the last.
-inline size_t rows_of(const Input& input) {
+template <class Sized>
+size_t rows_of(const Sized& array) {
   size_t rows = 1;
-  for (size_t axis = 0; axis + 1 < input.rank; axis++) rows *= input.size(axis);
+  for (size_t axis = 0; axis + 1 < array.rank; axis++) rows *= array.size(axis);
   return rows;
 }
 
@@ -113,8 +137,10 @@ class Operands {
  public:
   const ort::Api* const api;
   ort::KernelContext* const context;  // of the operator that onnxruntime runs
+  const bool has_threads;             // whether it may use onnxruntime's threads
 
-  Operands(const ort::Api* api, ort::KernelContext* context) : api(api), context(context) {}
+  Operands(const ort::Api* api, ort::KernelContext* context, bool has_threads = true)
+      : api(api), context(context), has_threads(has_threads) {}
   virtual ~Operands() = default;
 
   virtual Input input(size_t index) = 0;
@@ -127,6 +153,7 @@ class Operands {
 // others. operands: those of the operator.
 inline void parallel_for(void* operands, void (*function)(void*, size_t), size_t count, void* data) {
   const Operands& running = *static_cast<const Operands*>(operands);
+  if (!running.has_threads) return run_alone(operands, function, count, data);
   check(ort::KernelContext_ParallelFor::call(running.api, running.context, function, count, count, data));
 }
 
@@ -135,6 +162,9 @@ class Operator {
  public:
   virtual ~Operator() = default;
   virtual void run(Operands& operands) const = 0;
+
+  // The matrix that it multiplies with; nullptr for none.
+  virtual const Matrix* weights() const { return nullptr; }
 };
 
 template <class Kind>
@@ -142,22 +172,37 @@ std::unique_ptr<Operator> make_operator(const Attributes& attributes) {
   return std::make_unique<Kind>(attributes);
 }
 
-// A kind of operators of float32. A chain has any number of inputs and results.
+// A kind of operators, whose results are float32. A chain has any number of inputs and results.
+//
+// types: of each input: f float32, i int32, l int64, * any.
+// axes: what axis 0 of each input is, so that a chain can divide a batch:
+//   r: the batch; axis 1 are its positions, axis 2 their numbers. The first result has the same axes 0 and 1
+//   p: the batch; axis 1 are its positions
+//   b: the batch, or groups of neighbouring sequences of it
+//   a: as r; or the input is one that all sequences share, with fewer axes or an axis 0 of size 1
+//   m: the batch, of four axes; or the input is one that all sequences share, as for a
+//   -: the input is one that all sequences share
 struct OperatorKind {
   const char* name;
   size_t inputs, outputs;  // the first result alone must be there
   uint32_t optional;       // bit i: input i may be missing
-  uint32_t integers;       // bit i: input i is of int32
+  const char *types, *axes;
   bool is_chain;
   std::unique_ptr<Operator> (*make)(const Attributes& attributes);
+
+  // Of input i.
+  ort::ElementType type(size_t i) const {
+    return types[i] == 'f' ? ort::FLOAT : types[i] == 'i' ? ort::INT32 : types[i] == 'l' ? ort::INT64 : ort::ANY;
+  }
 };
 
 extern const OperatorKind ROW_QUANTIZED_MATMUL, PACKED_MATMUL;  // product_op.cpp
 extern const OperatorKind ATTENTION, CONTEXT_ATTENTION;         // attention_op.cpp
 extern const OperatorKind NORM, GATE;                           // elementwise_op.cpp
+extern const OperatorKind LOOKUP, ARITHMETIC, SELECT;           // rows_op.cpp
 extern const OperatorKind CHAIN;                                // chain_op.cpp
 
-constexpr const OperatorKind* KINDS[] = {&ROW_QUANTIZED_MATMUL, &PACKED_MATMUL, &ATTENTION, &CONTEXT_ATTENTION,
-                                         &NORM, &GATE, &CHAIN};
+constexpr const OperatorKind* KINDS[] = {&ROW_QUANTIZED_MATMUL, &PACKED_MATMUL, &ATTENTION, &CONTEXT_ATTENTION, &NORM,
+                                         &GATE, &LOOKUP, &ARITHMETIC, &SELECT, &CHAIN};
 
 }  // namespace tformer

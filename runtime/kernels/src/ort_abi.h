@@ -20,7 +20,7 @@ struct KernelInfo;
 struct KernelContext;
 
 enum ErrorCode : int { FAIL = 1, INVALID_ARGUMENT = 2 };
-enum ElementType : int { ANY = 0, FLOAT = 1, INT32 = 6 };
+enum ElementType : int { ANY = 0, FLOAT = 1, INT8 = 3, INT32 = 6, INT64 = 7 };
 enum Characteristic : int { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
 struct Api {

@@ -23,13 +23,16 @@ class Product : public Operator {
   }
 
   void run(Operands& operands) const override {
-    Input x = operands.input(0);
+    const Input x = operands.input(0);
     require(operands.api, x.rank >= 1 && x.rank <= MAX_RANK && x.size(x.rank - 1) == matrix->inner,
             "tformer-kernels: the input's last axis must have as many numbers as the matrix has rows");
     const size_t rows = rows_of(x);
-    x.sizes[x.rank - 1] = static_cast<int64_t>(matrix->columns);
-    multiply_rows(x.floats(), operands.output(0, x.sizes, x.rank), rows, &operands);
+    Shape shape(x);
+    shape.sizes[x.rank - 1] = static_cast<int64_t>(matrix->columns);
+    multiply_rows(x.floats(), operands.output(0, shape.sizes, x.rank), rows, &operands);
   }
+
+  const Matrix* weights() const override { return matrix.get(); }
 
  protected:
   const std::shared_ptr<const Matrix> matrix;
@@ -73,7 +76,7 @@ class FloatProduct final : public Product {
 
 }  // namespace
 
-const OperatorKind ROW_QUANTIZED_MATMUL = {"RowQuantizedMatMul", 1, 1, 0, 0, false, make_operator<QuantizedProduct>};
-const OperatorKind PACKED_MATMUL = {"PackedMatMul", 1, 1, 0, 0, false, make_operator<FloatProduct>};
+const OperatorKind ROW_QUANTIZED_MATMUL = {"RowQuantizedMatMul", 1, 1, 0, "f", "r", false, make_operator<QuantizedProduct>};
+const OperatorKind PACKED_MATMUL = {"PackedMatMul", 1, 1, 0, "f", "r", false, make_operator<FloatProduct>};
 
 }  // namespace tformer

@@ -26,7 +26,7 @@ import numpy as np
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.base.extras import import_onnxruntime
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest import DecodeStage, Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.format.weight_forms import MIDDLE
@@ -39,7 +39,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
-VERSION = 6  # of the library's functions and operator
+VERSION = 7  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -143,12 +143,15 @@ class LoadingProducts:
 
     count: the number of products that kernels compute.
     attentions: the number of attentions that kernels compute.
+    weight_bytes: the bytes of the packed weights.
+    has_greedy_loop: whether the decode stage can run several steps at once.
     has_small_batch_form: whether a session has onnxruntime's kernels for few rows.
     """
 
     def __init__(self, kernels: NativeKernels, threads: int = 1) -> None:
         """Pack nothing yet. threads: that pack a matrix."""
         self.kernels, self.count, self.attentions, self.has_small_batch_form = kernels, 0, 0, False
+        self.weight_bytes, self.has_greedy_loop = 0, False
         self._threads = threads
         self._handles: dict[tuple[Any, ...], int | None] = {}
 
@@ -162,19 +165,28 @@ class LoadingProducts:
             if handle is not None:
                 self.kernels.release(handle)
 
-    def rewrite(self, model: bytes, folder: Path, is_float32: bool = True, makes_chains: bool = False) -> bytes:
+    def rewrite(
+        self,
+        model: bytes,
+        folder: Path,
+        is_float32: bool = True,
+        makes_chains: bool = False,
+        decode: DecodeStage | None = None,
+    ) -> bytes:
         """Return the model with operators of the kernels, if `count` or `attentions` is more than 0 then.
 
         is_float32: whether the model's floats are float32.
         makes_chains: whether operators may become chains, which onnxruntime cannot stop in the middle.
+        decode: the decode stage, if it may run several steps at once.
 
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
         pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
         path = self.kernels.attention_path if is_float32 else None
-        makes_chains = makes_chains and self.kernels.makes_chains
-        rewritten = replace_products(model, folder, self._pack, pack_float, path, makes_chains)
+        chains = self._threads if makes_chains and self.kernels.makes_chains else 0
+        rewritten = replace_products(model, folder, self._pack, pack_float, path, chains, decode)
         model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
+        self.has_greedy_loop = rewritten.has_greedy_loop
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
@@ -185,17 +197,21 @@ class LoadingProducts:
             return None
         bias = None if product.bias is None else product.bias.tobytes()
         key = weights, product.scale.tobytes(), bias
-        return self._once(key, lambda: self.kernels.pack(product, files, self._threads))
+        num_bytes = weights.inner * weights.columns * weights.bits // 8
+        return self._once(key, num_bytes, lambda: self.kernels.pack(product, files, self._threads))
 
     def _pack_float(self, product: FloatProduct, files: WeightFiles) -> int | None:
         """Do as `_pack` does, for a float32 product."""
         bias = None if product.bias is None else product.bias.tobytes()
         key = product.tensor, product.is_transposed, bias
-        return self._once(key, lambda: self.kernels.pack_float(product, files, self._threads))
+        return self._once(
+            key, product.tensor.byte_count, lambda: self.kernels.pack_float(product, files, self._threads)
+        )
 
-    def _once(self, key: tuple[Any, ...], pack: Callable[[], int | None]) -> int | None:
+    def _once(self, key: tuple[Any, ...], num_bytes: int, pack: Callable[[], int | None]) -> int | None:
         if key not in self._handles:
-            self._handles[key] = pack()
+            handle = self._handles[key] = pack()
+            self.weight_bytes += num_bytes if handle is not None else 0
         return self._handles[key]
 
 

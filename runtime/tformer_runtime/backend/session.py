@@ -36,7 +36,7 @@ from tformer_runtime.base.errors import (
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
 from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata, verify_file
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
@@ -48,6 +48,8 @@ logger = logging.getLogger("tformer")
 SessionName = Stage | Literal["top_logits"]  # top_logits: `sampling_graph.top_logits_model`
 DEVICES = ("auto", "cpu", "cuda")
 MAX_OPENING_THREADS = 8  # each holds a matrix
+# The weights that a greedy loop may read before the caller can do anything else: some milliseconds
+MAX_GREEDY_BYTES, MIN_GREEDY_BYTES = 1 << 27, 1 << 22
 _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _DTYPES = {"float": "float32", "double": "float64"}  # onnxruntime's names that are not numpy's
@@ -65,6 +67,9 @@ class Session:
     verified: whether the file was compared with its digest.
     captures_graphs: whether decode steps can be captured as CUDA graphs.
     captures: the number of graphs that were captured.
+    max_greedy_steps: the greatest number of steps of one run of the decode stage, which feeds the likeliest tokens to
+        itself; 1 if it cannot do so.
+    added_inputs: name → dtype of the inputs of the graph that the file does not have.
     small_batch_limit: as in the manifest's decode stage; None if native kernels serve any number of rows.
     run_slots: the limit for runs at the same time; None on CUDA.
 
@@ -129,7 +134,12 @@ class Session:
         """Raise ModelFileError if the graph has other tensors than the manifest describes."""
         sessions = [self._sessions["encode"], self._sessions["decode"]]
         try:
-            inputs = {v.name: (_dtype(v.type), _shape(v)) for session in sessions for v in session.get_inputs()}
+            inputs = {
+                v.name: (_dtype(v.type), _shape(v))
+                for session in sessions
+                for v in session.get_inputs()
+                if v.name not in self.added_inputs
+            }
             outputs = [{v.name: (_dtype(v.type), _shape(v)) for v in session.get_outputs()} for session in sessions]
             check_graph(self.manifest, inputs, *outputs)
         except ModelFileError as error:
@@ -319,6 +329,8 @@ class Session:
         """
         model, folder = read_mapped_model(self.path)
         self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
+        self.max_greedy_steps = 1
+        self.added_inputs: dict[str, str] = {}
         kernels = find_native_kernels(self._ort) if self._may_use_kernels and self.device == "cpu" else None
         self._kernels: NativeKernels | None = None
         with contextlib.ExitStack() as stack:
@@ -326,7 +338,11 @@ class Session:
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
                 is_float32 = self.manifest.precision == "fp32"
-                model = products.rewrite(model, folder, is_float32, makes_chains=self._run_seconds is None)
+                decode = self.manifest.decode
+                model = products.rewrite(model, folder, is_float32, self._run_seconds is None, decode)
+                if products.has_greedy_loop:
+                    self.max_greedy_steps = max(1, MAX_GREEDY_BYTES // max(products.weight_bytes, MIN_GREEDY_BYTES))
+                    self.added_inputs = {GREEDY_PLAN: "int64"}
                 self._kernels = kernels if products.count or products.attentions else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None

@@ -12,6 +12,7 @@ from tformer_runtime.decoding.row_placement import pad_rows
 from tformer_runtime.decoding.sampling import log_normalizer
 from tformer_runtime.decoding.sequence import SequenceTask, top_alternatives
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.greedy_steps import GreedyPlan
 from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.engine.state import State
 from tformer_runtime.engine.step_outputs import StepHistory
@@ -28,6 +29,12 @@ class EngineBatch:
         logits = self._engine.step_one_token(self.state, tokens)
         self.record()
         return logits
+
+    def max_greedy_steps(self) -> int:
+        return self._engine.max_greedy_steps(self.state)
+
+    def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
+        return self._engine.greedy_steps(self.state, tokens, plan)
 
     def reorder(self, rows: Ints) -> None:
         self._engine.reorder(self.state, rows)
@@ -50,7 +57,7 @@ class EngineBatch:
         return None
 
     def release(self) -> None:
-        self.state.release()
+        self._engine.release(self.state)
 
     def record_positions(self, row: int, positions: Iterable[int]) -> None:
         """Append the extra outputs of the latest step at some positions of a row to the history of the row."""
@@ -83,6 +90,16 @@ class EngineStarter:
         """
         if any(task.prefix_state is not None for task in tasks):
             return self._begin_with_prefixes(tasks)
+        return self._read(self._start(tasks), tasks)
+
+    def begin_unread(self, task: SequenceTask) -> EngineBatch | None:
+        can_loop = self._engine.session.max_greedy_steps > 1 and not task.settings.beams
+        if not can_loop or len(task.prompt) != 1 or task.prefix_state is not None:
+            return None
+        return EngineBatch(self._engine, self._start([task]))
+
+    def _start(self, tasks: Sequence[SequenceTask]) -> State:
+        """Encode the sources of the tasks."""
         names = tasks[0].sources
         sources = {name: [task.sources[name] for task in tasks] for name in names} or None
         state = self._engine.start(
@@ -96,7 +113,7 @@ class EngineStarter:
         )
         for i, task in enumerate(tasks):
             task.encoder_outputs = {name: values[i].copy() for name, values in state.encoded.items()}
-        return self._read(state, tasks)
+        return state
 
     def bytes_needed(
         self, running: Sequence[SequenceTask], coming: Sequence[SequenceTask], rows: EngineBatch | None = None

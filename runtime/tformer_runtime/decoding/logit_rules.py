@@ -58,6 +58,12 @@ class ForbiddingRule(ABC):
 
     reads_length_alone = False
 
+    def next_change(self, generated: int) -> int | None:
+        """Return the number of generated ids, greater than `generated`, at which the forbidden ids change; None if they
+        stay. Only for rules that read lengths alone.
+        """
+        return None
+
     @abstractmethod
     def forbidden(self, ids: Ints, prompt: int) -> Ints | None:
         """Return the ids whose scores become -inf at this step, all of which have scores; None if the rule
@@ -232,6 +238,10 @@ class SuppressAt(Suppress):
         super().__init__(tokens)
         self._generated = generated
 
+    def next_change(self, generated: int) -> int | None:
+        changes = (self._generated, self._generated + 1)
+        return next((change for change in changes if change > generated), None)
+
     def forbidden(self, ids: Ints, prompt: int) -> Ints:
         return self._tokens if len(ids) - prompt == self._generated else NO_IDS
 
@@ -242,6 +252,9 @@ class SuppressUntil(Suppress):
     def __init__(self, tokens: Iterable[int], generated: int) -> None:
         super().__init__(tokens)
         self._generated = generated
+
+    def next_change(self, generated: int) -> int | None:
+        return self._generated if generated < self._generated else None
 
     def forbidden(self, ids: Ints, prompt: int) -> Ints:
         return self._tokens if len(ids) - prompt < self._generated else NO_IDS
@@ -254,6 +267,9 @@ class FirstToken(ForbiddingRule):
 
     def __init__(self, token: int) -> None:
         self._token = token
+
+    def next_change(self, generated: int) -> int | None:
+        return 1 if generated < 1 else None
 
     def forbidden(self, ids: Ints, prompt: int) -> Ints | None:
         return None if len(ids) == prompt else NO_IDS

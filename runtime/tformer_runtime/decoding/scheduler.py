@@ -24,6 +24,7 @@ from tformer_runtime.decoding.row_placement import is_identity, place_rows
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.decoding.sequence import SequenceSearch, SequenceTask
 from tformer_runtime.decoding.token_search import TokenSearch
+from tformer_runtime.engine.greedy_steps import GreedyPlan
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare, never_fits_error
 from tformer_runtime.engine.step_outputs import StepHistory
 
@@ -40,6 +41,15 @@ class RunningBatch(Protocol):
 
     def step(self, tokens: Ints) -> F32 | DeviceLogits:
         """Feed (rows, 1) tokens. Return logits (rows, vocabulary), which the next step overwrites."""
+
+    def max_greedy_steps(self) -> int:
+        """Return how many steps `greedy_steps` may run at once; 1 if it cannot run."""
+
+    def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
+        """Feed (rows, 1) tokens, and then the tokens that the plan chooses.
+
+        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that each step chooses.
+        """
 
     def reorder(self, rows: Ints) -> None:
         """Replace row i by row rows[i]. Rows may repeat, and there may be fewer or more of them."""
@@ -72,6 +82,12 @@ class BatchStarter(Protocol):
         """Return a row for each task, which has read its prompt, and the logits (rows, vocabulary) after it.
 
         Raise an error if a task cannot be run. To find this task, try each task alone.
+        """
+
+    def begin_unread(self, task: SequenceTask) -> RunningBatch | None:
+        """Return a row for a task whose prompt is one id, which the first step reads; None if `begin` must read it.
+
+        So the first step may be one of several greedy ones. Errors as of `begin`.
         """
 
     def bytes_needed(self, running: Sequence[SequenceTask], coming: Sequence[SequenceTask], rows: Any = None) -> int:
@@ -331,10 +347,18 @@ class Scheduler:
 
     def _begin(self, tasks: Sequence[SequenceTask]) -> None:
         try:
+            if self._rows is None and len(tasks) == 1 and (rows := self.starter.begin_unread(tasks[0])) is not None:
+                self._rows, self._tokens = rows, tasks[0].prompt[-1:, None]
+                self._add_to_searches(tasks, 0)
+                self._run_model()
+                self._remove_ended()
+                return
             rows, logits = self.starter.begin(tasks)
         except Exception as error:
             if len(tasks) == 1:
                 tasks[0].error = typed_memory_error(error)
+                if self._tokens is not None:  # of the first step, which failed
+                    self.release()
                 return
             for task in tasks:  # so that only the task with the error fails
                 self._begin([task])
@@ -350,6 +374,10 @@ class Scheduler:
                 rows.release()
                 raise
             self._logits = np.concatenate([old_logits, logits])
+        self._add_to_searches(tasks, first)
+
+    def _add_to_searches(self, tasks: Sequence[SequenceTask], first: int) -> None:
+        """Add tasks to the searches of their kinds. first: the row of the first task; the others follow."""
         task_numbers: dict[object, list[int]] = {}
         for i, task in enumerate(tasks):
             task_numbers.setdefault(_kind(task), []).append(i)
@@ -361,11 +389,32 @@ class Scheduler:
             self._places[key] = np.concatenate([self._places[key], first + np.array(members)])
 
     def _run_model(self) -> None:
-        """Run the model on the chosen tokens."""
+        """Run the model on the chosen tokens.
+
+        If the likeliest tokens are the next ones, it may run several steps, and all but the last choose their tokens here.
+        """
         assert self._rows is not None
         assert self._tokens is not None
-        self._logits = self._rows.step(self._tokens)
+        search, plan = self._only_token_search(), None
+        if search is not None and (max_steps := self._rows.max_greedy_steps()) > 1:
+            plan = search.greedy_plan(max_steps)
+        if search is None or plan is None:
+            self._logits = self._rows.step(self._tokens)
+        else:
+            logits, tokens = self._rows.greedy_steps(self._tokens, plan)
+            search.take_greedy(logits[:-1], tokens[:-1])
+            self._has_cancelled_rows |= any(task.error is not None for task in search.tasks)
+            self.generated_tokens += (len(tokens) - 1) * search.num_sequences
+            self._logits = logits[-1]
         self._tokens = None
+
+    def _only_token_search(self) -> TokenSearch | None:
+        """Return the search of all rows, if there is one alone without beams, and has them in their order."""
+        (search,) = self._searches.values() if len(self._searches) == 1 else (None,)
+        if not isinstance(search, TokenSearch) or self._tokens is None:
+            return None
+        (places,) = self._places.values()
+        return search if is_identity(places, len(self._tokens)) else None
 
     def _choose(self) -> None:
         """Choose the next tokens of the rows, and move the rows that continue to their places."""

@@ -7,6 +7,7 @@ Tasks may join at any step (`scheduler.py`), with prompts of any lengths.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.decoding.constraints import Guide
-from tformer_runtime.decoding.logit_rules import Rule, forbidden_ids, read_length_alone
+from tformer_runtime.decoding.logit_rules import ForbiddingRule, Rule, forbidden_ids, read_length_alone
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.engine.step_outputs import StepHistory
@@ -161,6 +162,13 @@ class SequenceTask:
         Then use `apply_rules`.
         """
         return None if self.guide is not None else forbidden_ids(self.rules, ids, len(self.prompt))
+
+    def constant_steps(self, generated: int) -> float:
+        """Return for how many steps the forbidden ids are the same, the next step included. For a task that
+        `forbids_by_length`. generated: the number of generated ids.
+        """
+        changes = [rule.next_change(generated) for rule in self.rules if isinstance(rule, ForbiddingRule)]
+        return min((change - generated for change in changes if change is not None), default=math.inf)
 
     def apply_rules(self, ids: Ints, guide: Guide | None, scores: F32) -> F32:
         """Return the scores of a row's next token after rules and grammar; -inf forbids a token.

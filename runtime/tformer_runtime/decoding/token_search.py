@@ -23,6 +23,7 @@ from tformer_runtime.decoding.sequence import (
     Token,
     top_alternatives,
 )
+from tformer_runtime.engine.greedy_steps import GreedyPlan
 from tformer_runtime.engine.step_outputs import StepHistory
 
 
@@ -38,6 +39,12 @@ class SampledSequence:
         self.guide = task.guide.copy() if task.guide is not None else None
         self.has_stop_string = task.stop_checker() if task.stop_checker is not None else None
         self.sampler = Sampler.from_settings(task.settings, seed, task.index, copy) if task.settings.sampling else None
+        self.is_greedy = (  # whether logits and forbidden ids alone choose its tokens
+            self.sampler is None
+            and self.has_stop_string is None
+            and not task.settings.top_logprobs
+            and task.forbids_by_length
+        )
         self.unconstrained = not (task.rules or self.guide or task.settings.top_logprobs)
 
     @property
@@ -75,6 +82,15 @@ class SampledSequence:
             alternatives = self.alternatives[-1] if self.alternatives else ()
             self.task.on_token(Token(self.copy, token, logprob, reason, alternatives))
         return reason
+
+    def take_all(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens after which the sequence continues."""
+        first = len(self.ids)
+        self._ids[first : first + len(tokens)] = tokens
+        self.logprobs += logprobs
+        if self.task.on_token is not None:
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                self.task.on_token(Token(self.copy, token, logprob, None))
 
     def hypothesis(self, finish: FinishReason, history: StepHistory | None) -> Hypothesis:
         ids = tuple(self.ids[len(self.task.prompt) :].tolist())
@@ -210,6 +226,48 @@ class TokenSearch:
         row_numbers = rows[self._row_numbers].tolist()
         order = sorted(range(len(row_numbers)), key=row_numbers.__getitem__)
         self._rows, self._row_numbers = [self._rows[i] for i in order], [row_numbers[i] for i in order]
+
+    def greedy_plan(self, max_steps: int) -> GreedyPlan | None:
+        """Return how the model may choose the next tokens by itself; None if it may not do so for all rows.
+
+        max_steps: the greatest number of steps.
+        """
+        if self.width != len(self._rows):
+            return None
+        forbidden: Ints | None = None
+        steps: float = max_steps
+        for row in self._rows:
+            task, generated = row.task, len(row.logprobs)
+            if not row.is_greedy:
+                return None
+            steps = min(steps, task.max_tokens - generated)
+            own = NO_IDS
+            if task.rules:
+                ids = task.forbidden_ids(row.ids)
+                if ids is None:
+                    return None
+                own, steps = ids, min(steps, task.constant_steps(generated))
+            if forbidden is not None and own is not forbidden and not np.array_equal(own, forbidden):
+                return None
+            forbidden = own
+        if steps < 2 or forbidden is None:
+            return None
+        ends = {end for row in self._rows for end in row.task.end_ids}
+        return GreedyPlan(int(steps), tuple(ends), forbidden)
+
+    def take_greedy(self, logits: F32, tokens: Ints) -> None:
+        """Append tokens that the model has chosen by a plan, after all of which the sequences continue.
+
+        logits: (steps, rows, vocabulary). tokens: (steps, rows).
+        """
+        steps, rows = tokens.shape
+        norms = log_normalizer(logits.reshape(steps * rows, -1)).reshape(steps, rows)
+        logprobs = np.take_along_axis(logits, tokens[..., None], -1)[..., 0] - norms
+        for row, own_tokens, own_logprobs in zip(self._rows, tokens.T.tolist(), logprobs.T.tolist(), strict=True):
+            try:
+                row.take_all(own_tokens, own_logprobs)
+            except Exception as error:  # of the task's own callback: only this task ends
+                row.task.error = row.task.error or error
 
     def advance(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tformer_runtime.backend.resident_pages import mapped_zeros
-from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.engine.shortlist import LogitScatter
 from tformer_runtime.engine.state import LogitPositions, State
 from tformer_runtime.engine.static_inputs import StaticInputs
@@ -17,6 +18,7 @@ from tformer_runtime.format.manifest import (
     COLUMN_WEIGHT,
     GATHER_IDS,
     GATHERED_COLUMNS,
+    GREEDY_PLAN,
     LAST_POSITION,
     NEW_COUNTS,
     POSITIONS,
@@ -72,6 +74,8 @@ class SessionCall:
         self.gather_ids = self.candidates.pending_ids if self.candidates and gathers_columns else None
         self.column_ids: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
         self.logits = mapped_zeros((rows, num_positions, len(self.column_ids) or vocabulary), np.dtype(np.float32))
+        self.loop_logits: F32 = self.logits[:0]  # of the steps of a greedy loop, one after the other
+        self.logits_name, self.no_plan = decode.logits.name, static_inputs.placeholders.get(GREEDY_PLAN)
         self.logit_scatter = LogitScatter(rows, num_positions, vocabulary) if self.candidates else None
         inputs: dict[str, Array] = {
             decode.step.name: self.tokens,
@@ -114,6 +118,33 @@ class SessionCall:
 
     def ready(self, max_row_length: int) -> bool:
         return True
+
+    def bind_context(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        """Bind another context. The call then serves another state, whose other buffers are those of the first one."""
+        for binding in self.bindings:
+            for name, value in zip(names, values, strict=True):
+                self.session.bind_input(binding, name, value)
+
+    def run_greedy(self, state: State, tokens: Array, plan: Ints, max_steps: int) -> F32:
+        """Run a greedy loop. Return the logits (max_steps, rows, vocabulary). The state stays as it is.
+
+        tokens: (rows, 1). plan: of GREEDY_PLAN.
+        """
+        rows, _, vocabulary = self.logits.shape
+        if len(self.loop_logits) < max_steps * rows:
+            self.loop_logits = mapped_zeros((max_steps * rows, 1, vocabulary), np.dtype(np.float32))
+        logits = self.loop_logits[: max_steps * rows]
+        self._write_inputs(state.lengths, tokens, None, state.max_row_length + 1)
+        (binding,) = self.bindings
+        native = binding.native
+        native.bind_ortvalue_input(GREEDY_PLAN, self.session.host_tensor(plan))
+        native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(logits))
+        try:
+            self.session.run(binding, "decode")
+        finally:
+            native.bind_ortvalue_input(GREEDY_PLAN, self.no_plan)
+            native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(self.logits))
+        return logits.reshape(max_steps, rows, vocabulary)
 
     def run_one_token(self, state: State, tokens: Array, total_slots: int) -> Array:
         return self.run(state, tokens, None, total_slots)

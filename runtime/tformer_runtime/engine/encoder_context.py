@@ -47,10 +47,12 @@ class EncoderContext:
         budget: MemoryShare,
         shares: bool = False,
         extends: bool = False,
+        values: Sequence[Any] = (),
     ) -> None:
         """Store the outputs of the encode stage.
 
         arrays: the outputs, in the order of specs.
+        values: their OrtValues, if they share the memory of the arrays.
         lengths: free axis → (rows,), the length of each row there, with one position of padding if there is any. Other
             free axes are never cut.
         shares: whether rows may share a row of context.
@@ -67,6 +69,8 @@ class EncoderContext:
         self._arrays: list[Array] = []
         self._values: list[Any] = []
         self._replace_buffers([_writable(array) for array in arrays])
+        if all(own is array for own, array in zip(self._arrays, arrays, strict=True)):
+            self._values = [*values]
 
     @property
     def rows(self) -> int:

@@ -21,17 +21,20 @@ import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits, may_capture
 from tformer_runtime.backend.session import Session
-from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
 from tformer_runtime.engine.cuda_call import CudaGraphCall
 from tformer_runtime.engine.decode_call import SessionCall
+from tformer_runtime.engine.encode_calls import EncodeCalls
 from tformer_runtime.engine.encoder_context import EncoderContext
+from tformer_runtime.engine.greedy_steps import GreedyPlan, find_last_step
 from tformer_runtime.engine.item_context import MISSING_ITEMS, encode_items
 from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.engine.memory_estimate import MemoryEstimate, join_padding
 from tformer_runtime.engine.padding import padded_request_arrays, row_lengths, split_adapters
 from tformer_runtime.engine.shortlist import SHORTLIST_KEY, Candidates, Shortlist
+from tformer_runtime.engine.spare_buffers import SpareBuffers
 from tformer_runtime.engine.state import LogitPositions, State
 from tformer_runtime.engine.static_inputs import StaticInputs
 from tformer_runtime.format.manifest import (
@@ -72,12 +75,16 @@ class Engine:
         self._shortlist_override = shortlist
         self.pool = BufferPool(self.session) if self.session.keeps_buffers else None
         self._static_inputs = StaticInputs(self.session)
+        self._encode_calls = EncodeCalls(self._static_inputs)
+        self._spares = SpareBuffers()
         has_shortlist = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
         self._shortlist_text = read_metadata(self.session.path).get(SHORTLIST_KEY) if has_shortlist else None
 
     def close(self) -> None:
         """Free the weights, and on CUDA the buffers, as `Session.close` does. States keep their own caches."""
         self.session.close()
+        self._encode_calls.close()
+        self._spares.close()
         if self.pool is not None:
             self.pool.close()
 
@@ -145,28 +152,20 @@ class Engine:
         arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding)
         if adapters is not None:
             arrays[ADAPTER_INPUT] = adapters
-        binding = self.session.new_binding("encode")
         if gather_ids is not None:
             arrays[GATHER_IDS] = gather_ids
-        constants = self._static_inputs
-        for name in self.session.input_shapes("encode"):
-            tensor = self.session.device_tensor(arrays[name]) if name in arrays else constants.placeholders[name]
-            self.session.bind_input(binding, name, constants.one_column_inputs.get(name, tensor))
         names = [output.name for output in encode.outputs]
         names += [extra.name for extra in encode.extras if extra.name in extras]
         if gather_ids is not None:
             names.append(GATHERED_COLUMNS)
-        for name in names:
-            self.session.bind_new_output(binding, name)
         try:
-            self.session.run(binding, "encode")
+            outputs = self._encode_calls.run(arrays, names)
         except OutOfMemoryError as error:
             shapes = ", ".join(f"{name} {arrays[name].shape}" for name in requests)
             raise OutOfMemoryError(
                 f"there is not enough memory to read the input ({shapes}; most models need memory that grows with the "
                 "square of the length): cut it into parts"
             ) from error
-        outputs = dict(zip(names, binding.native.get_outputs(), strict=True))
         for spec in encode.outputs:
             self._check_shape(spec.name, spec.shape, outputs[spec.name].shape(), rows)
         return outputs
@@ -202,9 +201,9 @@ class Engine:
             may get more tokens, at the cost of a copy.
         """
         budget = budget or MemoryBudget().new_share()
-        cache = KVCache(self.session, self.decode.caches, self.manifest.max_length, rows, budget, max_tokens, self.pool)
         arrays: dict[str, Array] = {}
         context: list[Array] = []
+        context_values: list[Any] = []
         lengths: dict[str, Ints] = {}
         shortlisted = self._candidates(candidates, budget)
         request_inputs, adapters = split_adapters(self.manifest, requests or {}, rows)
@@ -225,6 +224,8 @@ class Engine:
                 shortlisted.set_gathered(outputs.pop(GATHERED_COLUMNS))
             arrays = {name: self.session.read_array(value) for name, value in outputs.items()}
             context = [arrays.pop(output.name) for output in self.manifest.encoded]
+            if self.session.device == "cpu":  # where arrays share the memory of the OrtValues
+                context_values = [outputs[output.name] for output in self.manifest.encoded]
             lengths = row_lengths(self.manifest.encode.inputs, request_inputs, rows, padding)
         encoder_context = EncoderContext(
             self.session,
@@ -235,9 +236,19 @@ class Engine:
             budget,
             self.decode.shares_context,
             extends=joins and not self.manifest.placeholders,
+            values=context_values,
         )
+        cache: KVCache | None = None
         try:
-            state = State(encoder_context, cache, rows, arrays, self._decode_extras(extras), shortlisted, adapters)
+            step_extras = self._decode_extras(extras)
+            is_plain = shortlisted is None and adapters is None and not step_extras
+            spare = self._spares.take(rows, max_tokens, budget) if is_plain and max_tokens is not None else None
+            cache = spare.cache if spare is not None else self._new_cache(rows, budget, max_tokens)
+            lengths_of_spare = None if spare is None else spare.lengths
+            state = State(encoder_context, cache, rows, arrays, step_extras, shortlisted, adapters, lengths_of_spare)
+            if spare is not None:
+                spare.call.bind_context(self._static_inputs.context, encoder_context.values)
+                state.call = state.calls[1, "last"] = spare.call
             if repeat != 1:
                 self.reorder(state, np.repeat(np.arange(rows), repeat))
             return state
@@ -246,6 +257,17 @@ class Engine:
                 if buffers is not None:
                     buffers.release()
             raise
+
+    def release(self, state: State) -> None:
+        """Free the memory of a state, as `State.release` does. Small buffers are kept for later states."""
+        if not state.released:
+            self._spares.keep(state)
+            state.release()
+
+    def _new_cache(self, rows: int, budget: MemoryShare, max_tokens: Sequence[int] | None) -> KVCache:
+        """Return a cache without slots. Arguments as of `start`."""
+        specs, max_length = self.decode.caches, self.manifest.max_length
+        return KVCache(self.session, specs, max_length, rows, budget, max_tokens, self.pool)
 
     def _encode_items(
         self, requests: Mapping[str, Sequence[Array]], adapters: Ints | None, rows: int, extras: Sequence[str]
@@ -343,6 +365,36 @@ class Engine:
         if not call.ready(state.max_row_length):
             return self.step(state, tokens)
         return call.run_one_token(state, tokens, total_slots)
+
+    def max_greedy_steps(self, state: State) -> int:
+        """Return the greatest number of steps that `greedy_steps` may run; 1 if it cannot run."""
+        if state.step_extras or state.candidates is not None:
+            return 1
+        return min(self.session.max_greedy_steps, self.manifest.max_length - state.max_row_length)
+
+    def greedy_steps(self, state: State, tokens: Array, plan: GreedyPlan) -> tuple[F32, Ints]:
+        """Feed one token to every row, and then the likeliest tokens, in one run of the session.
+
+        tokens: (rows, 1). plan: of at most `max_greedy_steps` steps.
+        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that each step chooses. The
+        state has not read those of the last step. The steps end as `find_last_step` says. Errors as of `step`.
+        """
+        state.check()
+        if state.cache.reserve(state.max_row_length + plan.max_steps, state.max_row_length):
+            state.call = None
+        call = state.calls.get((1, "last"))
+        if not isinstance(call, SessionCall):
+            call = self._session_call(state, 1, "last", False)
+            if state.rows <= MAX_CACHED_CALL_TOKENS:
+                state.calls[1, "last"] = call
+        state.call = call
+        logits = call.run_greedy(state, tokens, plan.encode(), plan.max_steps)
+        steps, chosen = find_last_step(logits, plan)
+        state.record_step()
+        state.cache.record_writes(state.lengths, steps)
+        state.lengths += steps
+        state.max_row_length += steps
+        return logits[:steps], chosen
 
     def reorder(self, state: State, rows: Array) -> None:
         """Replace row i by row rows[i]. Rows may repeat (beams), and be fewer (finished rows) or more than before."""

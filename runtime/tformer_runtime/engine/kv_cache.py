@@ -22,6 +22,7 @@ prompt fills a good part of them, because growing would copy the prompt at the c
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -337,6 +338,34 @@ class KVCache:
         if self.slot_capacity:
             self._reallocate(np.arange(self.rows), (self.row_capacity, self.slot_capacity), 0)
             self._bind()
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether another cache may get the buffers (`detach`)."""
+        return self._on_host and self.num_sides == 1 and self.pooled_buffers is None and self.slot_capacity > 0
+
+    def fits(self, rows: int, slots: int) -> bool:
+        """Return whether the buffers are the right ones for so many rows and slots."""
+        max_slots = MAX_BUFFER_RATIO * max(slots, FIRST_BUFFER_SLOTS)
+        return rows == self.rows == self.row_capacity and slots <= self.slot_capacity <= max_slots
+
+    def detach(self) -> KVCache:
+        """Return a cache with the buffers of this one, which is released. No budget counts its bytes until `attach`."""
+        other = copy.copy(self)
+        other.nbytes = 0
+        self._groups = [
+            _TensorGroup(group.spec, group.members, [None] * len(group.arrays), [[] for _ in group.values])
+            for group in self._groups
+        ]
+        self.release()
+        return other
+
+    def attach(self, budget: MemoryShare, max_tokens: Sequence[int]) -> None:
+        """Use the buffers of a detached cache for new rows without tokens. Arguments as of the constructor."""
+        nbytes = cache_bytes(self._specs, self.row_capacity, self.slot_capacity)
+        budget.acquire(nbytes)
+        self._budget, self.nbytes, self._max_slots = budget, nbytes, np.array(max_tokens, np.int64)
+        self._write_ids[:] = self._last_write_id = 0
 
     def release(self) -> None:
         """Free the buffers and their bytes in the budget."""

@@ -64,9 +64,10 @@ class State:
         step_extras: tuple[str, ...],
         candidates: Candidates | None = None,
         adapters: Ints | None = None,
+        lengths: Ints | None = None,
     ) -> None:
         self.candidates, self.adapters = candidates, adapters
-        self.lengths: Ints = np.zeros(rows, np.int64)
+        self.lengths: Ints = np.zeros(rows, np.int64) if lengths is None else lengths
         self.lengths_before: Ints | None = None
         self.max_row_length = 0
         self.cache = cache

@@ -44,7 +44,7 @@ class StaticInputs:
 
     def _make_placeholders(self) -> dict[str, Any]:
         """Return zeros for every input, empty if it has a free axis. STAGE_INPUT is false, which selects encode."""
-        dtypes = {name: spec.dtype for name, spec in graph_inputs(self.session.manifest)}
+        dtypes = {name: spec.dtype for name, spec in graph_inputs(self.session.manifest)} | self.session.added_inputs
         inputs = {**self.session.input_shapes("encode"), **self.session.input_shapes("decode")}
         shapes = {name: [0 if d is None else d for d in shape] for name, shape in inputs.items()}
         arrays = {name: np.zeros(shape, storage_dtype(dtypes[name])) for name, shape in shapes.items()}

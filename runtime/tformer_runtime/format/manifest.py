@@ -77,6 +77,7 @@ SLOT_INDICES = "decode.slots"
 NEW_COUNTS = "decode.counts"
 SELECTED_TOKENS = "decode.select"
 ADAPTER_ROWS = "decode.adapter"
+GREEDY_PLAN = "greedy.plan"  # int64 (n,): of `rewriting.greedy_loop`, which adds the input when a file is opened
 ADAPTER_INPUT = "request.adapter"
 GATHER_IDS = "shortlist.gather"
 GATHERED_COLUMNS = "shortlist.gathered"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelFileError
+from tformer_runtime.format.manifest import DecodeStage
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
@@ -29,6 +30,7 @@ from tformer_runtime.rewriting.attention_rewrite import (
 )
 from tformer_runtime.rewriting.elementwise_rewrite import COLUMNS, Activation, ElementwiseRewriting
 from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct, find_float_product
+from tformer_runtime.rewriting.greedy_loop import make_greedy_loop
 from tformer_runtime.rewriting.operator_chain import make_chains
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
 from tformer_runtime.rewriting.stored_weights import is_operator
@@ -56,6 +58,7 @@ class Rewritten(NamedTuple):
     products: int = 0
     attentions: int = 0
     elementwise: int = 0  # activations, gates and norms
+    has_greedy_loop: bool = False  # whether the decode stage has the input GREEDY_PLAN
 
 
 def replace_products(
@@ -64,7 +67,8 @@ def replace_products(
     pack: Packer,
     pack_float: FloatPacker | None = None,
     attention_path: int | None = None,
-    makes_chains: bool = False,
+    chains: int = 0,
+    decode: DecodeStage | None = None,
 ) -> Rewritten:
     """Return a model whose products are operators of native kernels, and its attentions.
 
@@ -73,7 +77,9 @@ def replace_products(
     pack_float: None to leave float32 products to onnxruntime.
     attention_path: the place of the path that computes all but products in the library; None to leave it to
         onnxruntime. The model's floats are float32 then.
-    makes_chains: whether operators that follow each other become one (`operator_chain`).
+    chains: the number of threads that may share a batch in operators that follow each other and become one
+        (`operator_chain`); 0 to leave them apart.
+    decode: the decode stage, if it may run several steps at once (`greedy_loop`).
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
@@ -83,7 +89,7 @@ def replace_products(
     if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
         return Rewritten(model)  # without parsing it
     try:
-        return _rewritten(model, folder, pack, pack_float, attention_path, makes_chains)
+        return _rewritten(model, folder, pack, pack_float, attention_path, chains, decode)
     except ModelFileError:
         raise
     except DAMAGE:
@@ -96,7 +102,8 @@ def _rewritten(
     pack: Packer,
     pack_float: FloatPacker | None,
     attention_path: int | None,
-    makes_chains: bool,
+    chains: int,
+    decode: DecodeStage | None,
 ) -> Rewritten:
     """Do as `replace_products` does, for a model that has products or attentions."""
     parsed = parse_model(model)
@@ -120,12 +127,14 @@ def _rewritten(
     for graph in list(parsed.graph.all_graphs()):
         _remove_few_rows_branches(graph)
     remove_unread(parsed.graph)  # what the branches for few rows alone have read
-    if makes_chains:
+    has_loop = False
+    if chains:
+        has_loop = decode is not None and make_greedy_loop(parsed.graph, decode, DOMAIN, chains)
         for graph in list(_without_loops(parsed.graph)):
-            make_chains(graph, DOMAIN)
+            make_chains(graph, DOMAIN, chains)
     opset = bytes_field(OPERATOR_SET_ID_DOMAIN, DOMAIN.encode()) + varint_field(OPERATOR_SET_ID_VERSION, 1)
     parsed.rest.append(bytes_field(MODEL_OPSET_IMPORT, opset))
-    return Rewritten(parsed.encode(), products, attentions, elementwise)
+    return Rewritten(parsed.encode(), products, attentions, elementwise, has_loop)
 
 
 def _without_loops(graph: Graph) -> Iterator[Graph]:

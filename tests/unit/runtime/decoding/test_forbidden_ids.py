@@ -57,6 +57,12 @@ class Random:
         rows.ids = [task.prompt.tolist() for task in tasks]
         return rows, rows.logits(device=False)
 
+    def begin_unread(self, task):
+        return None
+
+    def max_greedy_steps(self):
+        return 1
+
     def bytes_needed(self, running, coming, rows=None):
         return 0
 

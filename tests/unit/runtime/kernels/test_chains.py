@@ -225,7 +225,9 @@ def chain_session(
 ) -> onnxruntime.InferenceSession:
     """Return a session of a chain over x and g, a weight (32). second: name and type of an input instead of g."""
     norm = {"path": kernels_of("scalar").attention_path, "epsilon": 1e-5, "root_mean_square": 1}
-    given = {f"{i}.{name}": value for i in range(4) for name, value in norm.items()} | attributes
+    given = (
+        {f"{i}.{name}": value for i in range(4) for name, value in norm.items()} | {"parts": 1, "loop": ""} | attributes
+    )
     name = "g" if second is None else second[0]
     node = helper.make_node(
         CHAIN, ["x", name], results, domain=DOMAIN, input_count=inputs, output_count=outputs, program=program, **given
@@ -349,9 +351,9 @@ def test_run_with_a_deadline_has_no_chains(g2p_file, monkeypatch):
     asked = []
     original = LoadingProducts.rewrite
 
-    def rewrite(self, model, *arguments, makes_chains):
+    def rewrite(self, model, folder, is_float32, makes_chains, decode):
         asked.append(makes_chains)
-        return original(self, model, *arguments, makes_chains=makes_chains)
+        return original(self, model, folder, is_float32, makes_chains, decode)
 
     monkeypatch.setattr(LoadingProducts, "rewrite", rewrite)
     monkeypatch.setenv(VARIABLE, PATHS[0])

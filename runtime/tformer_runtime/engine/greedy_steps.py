@@ -1,0 +1,48 @@
+"""Several greedy steps in one run of the session, for small models: Python between two steps takes as long as a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tformer_runtime.base.arrays import F32, Ints
+
+
+class GreedyPlan(NamedTuple):
+    """How tokens are chosen while steps run.
+
+    max_steps: the greatest number of steps.
+    ends: ids after which the steps stop.
+    forbidden: ids that are never chosen.
+    """
+
+    max_steps: int
+    ends: tuple[int, ...]
+    forbidden: Ints
+
+    def encode(self) -> Ints:
+        """Return the plan as the graph reads it: `GREEDY_PLAN` of the manifest's module."""
+        return np.array([self.max_steps, len(self.ends), *self.ends, *self.forbidden.tolist()], np.int64)
+
+
+def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
+    """Return the number of steps whose logits count, and the tokens (steps, rows) that each of them chooses.
+
+    logits: (max_steps, rows, vocabulary), those of a loop, whose later steps may not have run.
+
+    The last step is the first one that chooses one of the ends for a row, or whose logits do not choose a token: they are
+    NaN or infinite, or all tokens are forbidden. Cost: some passes over the logits.
+    """
+    allowed = logits
+    if len(plan.forbidden):
+        allowed = logits.copy()
+        allowed[..., plan.forbidden] = -np.inf
+    tokens = allowed.argmax(-1)
+    chosen = np.take_along_axis(allowed, tokens[..., None], -1)[..., 0]
+    stops = ~((chosen > -np.inf) & (logits.max(-1) < np.inf))
+    for end in plan.ends:
+        stops |= tokens == end
+    stops_at = stops.any(-1)
+    steps = int(stops_at.argmax()) + 1 if stops_at.any() else len(logits)
+    return steps, tokens[:steps]
