@@ -48,7 +48,7 @@ class RunningBatch(Protocol):
     def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
         """Feed (rows, 1) tokens, and then the tokens that the plan chooses.
 
-        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that each step chooses.
+        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that it chooses.
         """
 
     def reorder(self, rows: Ints) -> None:
@@ -243,9 +243,9 @@ class Scheduler:
         """Release the memory when no task runs."""
         if self._rows is not None:
             self._rows.release()
-        self._rows = self._logits = self._tokens = None
-        self._searches.clear()
-        self._places.clear()
+            self._rows = self._logits = self._tokens = None
+            self._searches.clear()
+            self._places.clear()
         self.memory.release_reservation()
 
     def _remove_ended(self) -> None:
@@ -391,7 +391,8 @@ class Scheduler:
     def _run_model(self) -> None:
         """Run the model on the chosen tokens.
 
-        If the likeliest tokens are the next ones, it may run several steps, and all but the last choose their tokens here.
+        If the likeliest tokens are the next ones, it may run several steps, of which all but the last choose their tokens
+        here.
         """
         assert self._rows is not None
         assert self._tokens is not None

@@ -260,9 +260,9 @@ class TokenSearch:
 
         logits: (steps, rows, vocabulary). tokens: (steps, rows).
         """
-        steps, rows = tokens.shape
-        norms = log_normalizer(logits.reshape(steps * rows, -1)).reshape(steps, rows)
-        logprobs = np.take_along_axis(logits, tokens[..., None], -1)[..., 0] - norms
+        flat = logits.reshape(tokens.size, -1)
+        logprobs = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
+        logprobs = logprobs.reshape(tokens.shape)
         for row, own_tokens, own_logprobs in zip(self._rows, tokens.T.tolist(), logprobs.T.tolist(), strict=True):
             try:
                 row.take_all(own_tokens, own_logprobs)

@@ -172,8 +172,11 @@ class Engine:
 
     def _check_shape(self, name: str, declared: Sequence[int | str], shape: Sequence[int], rows: int) -> None:
         """Raise ModelFileError for an output of another shape than the manifest declares, as of a damaged graph."""
-        sizes = [rows if size == BATCH_AXIS else size for size in declared]
-        if len(sizes) != len(shape) or any(isinstance(a, int) and a != b for a, b in zip(sizes, shape, strict=True)):
+        fits = len(declared) == len(shape)
+        for size, found in zip(declared, shape, strict=False):
+            if size != found and (isinstance(size, int) or (size == BATCH_AXIS and found != rows)):
+                fits = False
+        if not fits:
             raise ModelFileError(
                 f"{self.session.path} is damaged: its graph returns {name} of the shape {tuple(shape)}, and its "
                 f"manifest declares ({', '.join(map(str, declared))}): export the model again"
@@ -376,7 +379,7 @@ class Engine:
         """Feed one token to every row, and then the likeliest tokens, in one run of the session.
 
         tokens: (rows, 1). plan: of at most `max_greedy_steps` steps.
-        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that each step chooses. The
+        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that it chooses. The
         state has not read those of the last step. The steps end as `find_last_step` says. Errors as of `step`.
         """
         state.check()

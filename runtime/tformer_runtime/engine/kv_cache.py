@@ -362,7 +362,7 @@ class KVCache:
 
     def attach(self, budget: MemoryShare, max_tokens: Sequence[int]) -> None:
         """Use the buffers of a detached cache for new rows without tokens. Arguments as of the constructor."""
-        nbytes = cache_bytes(self._specs, self.row_capacity, self.slot_capacity)
+        nbytes = sum(array.nbytes for array in self.buffers)
         budget.acquire(nbytes)
         self._budget, self.nbytes, self._max_slots = budget, nbytes, np.array(max_tokens, np.int64)
         self._write_ids[:] = self._last_write_id = 0

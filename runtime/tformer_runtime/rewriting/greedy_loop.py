@@ -1,8 +1,8 @@
 """Greedy loops: a decode stage of native operators alone feeds its likeliest tokens to itself.
 
-A step of a small model takes less time than what Python does between two steps. So the chain of its decode stage can run
-several steps at once (`runtime/kernels/src/greedy_loop.h`, which describes the input GREEDY_PLAN). The operators around the chain, which look up rows of tables, add
-or multiply, and select positions, become native ones for it.
+A step of a small model takes less time than what Python does between two steps. So the chain of its decode stage can
+run several steps at once (`runtime/kernels/src/greedy_loop.h`, which describes the input GREEDY_PLAN). The operators
+around the chain, which look up rows of tables, add or multiply, and select positions, become native ones for it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ _FREE_AXIS = bytes_field(2, bytes_field(1, bytes_field(2, b"plan")))  # TypeProt
 
 
 def _find_stage(graph: Graph, logits: str) -> tuple[Graph, dict[str, str]] | None:
-    """Return the graph of the decode stage, and output of the model → its name there; None for other forms of a file."""
+    """Return the graph of the decode stage, and output of the model → its name there; None for another form of a file.
+    """
     node = graph.producers.get(logits)
     if node is None:
         return None
