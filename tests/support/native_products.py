@@ -9,14 +9,14 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from support.small_graphs import model_of
 from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, load_kernels
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
-from tformer_runtime.rewriting.product_rewrite import replace_products
+from tformer_runtime.rewriting.product_rewrite import DOMAIN, replace_products
 
 KERNELS = load_kernels(onnxruntime, "scalar")  # the path that every processor has
 PATHS = KERNELS.paths if KERNELS is not None else ()
@@ -109,3 +109,16 @@ def run(session: onnxruntime.InferenceSession, x: np.ndarray) -> np.ndarray:
     """Run a session on rows (rows, inner)."""
     (y,) = session.run(None, {"x": x[:, None]})
     return y[:, 0]
+
+
+def session_of(nodes: list, inputs: list[tuple[str, int]], weights: list) -> onnxruntime.InferenceSession:
+    """Return a session of operators of the library. inputs: names and types."""
+    ports = [helper.make_tensor_value_info(*each, None) for each in inputs]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "y"]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
+    graph = helper.make_graph(nodes, "g", ports, outputs, weights)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(str(kernels_of(PATHS[0]).file))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

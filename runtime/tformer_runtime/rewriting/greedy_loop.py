@@ -61,7 +61,8 @@ def make_greedy_loop(graph: Graph, decode: DecodeStage, domain: str, parts: int)
     indices = {POSITIONS, SELECTED_TOKENS, ADAPTER_ROWS} & graph.input_names()  # int64
     if decode.step.dtype == "int64":
         indices.add(decode.step.name)
-    conversion = _Conversion(branch, graph.input_names(), indices, domain)
+    changing = {decode.step.name, *_COUNTS, *_OTHER_COUNTS, *(cache.past for cache in decode.caches)}
+    conversion = _Conversion(branch, graph.input_names(), indices, changing, domain)
     members = conversion.convert(_producers(branch, results), results)
     if members is None or len(members) > MAX_CHAIN:
         return False
@@ -120,7 +121,7 @@ def _other_nodes(graph: Graph, members: list[Node]) -> tuple[list[Node], list[No
     that do.
     """
     computed = {name for node in members for name in node.outputs}
-    needed = {*graph.outputs}
+    needed = {*graph.outputs}.union(*(node.inputs for node in members))
     kept = []
     for node in reversed([node for node in graph.nodes if computed.isdisjoint(node.outputs)]):
         if not needed.isdisjoint(node.outputs):
@@ -137,24 +138,36 @@ def _other_nodes(graph: Graph, members: list[Node]) -> tuple[list[Node], list[No
 
 
 class _Conversion:
-    """Native operators for those of a decode stage.
+    """Native operators for those of a decode stage whose results change from step to step.
 
     A value is float32 if a native operator computes it, or if it is a weight of this type.
     """
 
-    def __init__(self, graph: Graph, inputs: set[str], indices: set[str], domain: str) -> None:
-        """inputs: of the model. A weight of the same name may be replaced by them. indices: those of int64."""
+    def __init__(self, graph: Graph, inputs: set[str], indices: set[str], changing: set[str], domain: str) -> None:
+        """
+        inputs: of the model. A weight of the same name may be replaced by them.
+        indices: the inputs of int64.
+        changing: the inputs that change from step to step, but not in their shapes.
+        """
         self._graph, self._inputs, self._indices, self._domain = graph, inputs, indices, domain
+        self._changing = set(changing)
         self._originals: dict[str, Node] = {}  # result → its node before the conversion
         self._native: set[str] = set()
 
     def convert(self, nodes: list[Node], outputs: Sequence[str]) -> list[Node] | None:
         """Return native operators that compute the outputs, in their order; None if there is none for a node.
 
-        nodes: that compute the outputs, in their order. A node may become a part of the operator of a later one.
+        nodes: that compute the outputs, in their order. A node may become a part of the operator of a later one. Those
+            whose results do not change are left to onnxruntime, which computes them once.
         """
         members: list[Node] = []
         for node in nodes:
+            reads_shape = is_operator(node, "Shape", 1) and node.inputs[0] in self._inputs
+            is_constant = reads_shape or self._changing.isdisjoint(node.names_read())
+            if is_constant and node.domain != self._domain:
+                self._originals |= dict.fromkeys(node.outputs, node)
+                continue
+            self._changing |= {name for name in node.outputs if name}
             new = node if node.domain == self._domain else self._convert(node)
             self._originals |= dict.fromkeys(node.outputs, node)
             if new is not None:
@@ -166,7 +179,7 @@ class _Conversion:
             if not needed.isdisjoint(node.outputs):
                 needed |= {name for name in node.inputs if name}
                 kept.append(node)
-        has_all = needed.isdisjoint(self._originals.keys() - self._native)
+        has_all = needed.isdisjoint((self._originals.keys() & self._changing) - self._native)
         return kept[::-1] if has_all else None
 
     def _convert(self, node: Node) -> Node | None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from support.native_attention import Attention
-from support.native_products import PATHS, kernels_of, requires_kernels
+from support.native_products import PATHS, kernels_of, requires_kernels, session_of
 from support.small_graphs import model_of
 
 from tformer_export import Quantization
@@ -200,19 +200,6 @@ def test_values_between_operators_use_the_same_memory_again():
     code = f"import sys; sys.path[:0] = [{str(tests)!r}]; {MEMORY}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tests.parent)
     assert float(done.stdout) < 8
-
-
-def session_of(nodes: list, inputs: list[tuple[str, int]], weights: list) -> onnxruntime.InferenceSession:
-    """Return a session of operators of the library. inputs: names and types."""
-    ports = [helper.make_tensor_value_info(*each, None) for each in inputs]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "y"]
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)]
-    graph = helper.make_graph(nodes, "g", ports, outputs, weights)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(kernels_of(PATHS[0]).file))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def chain_session(

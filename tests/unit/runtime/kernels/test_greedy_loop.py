@@ -1,0 +1,307 @@
+"""Greedy loops give the tokens and the bits of steps one by one, whatever the options, and no plan can do harm."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from onnx import TensorProto, helper, numpy_helper
+from support.native_products import PATHS, kernels_of, requires_kernels, session_of
+
+from tformer_export import Quantization, export
+from tformer_export.sources.hugging_face.folder import from_transformers
+from tformer_runtime import InputError, Model
+from tformer_runtime.backend.native_kernels import APART, VARIABLE
+from tformer_runtime.decoding.request import make_request
+from tformer_runtime.engine.engine import Engine
+from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.rewriting.operator_chain import CHAIN
+from tformer_runtime.rewriting.product_rewrite import DOMAIN
+
+pytestmark = requires_kernels
+
+WORDS = ["hello", "transformer", "a", "kernel", "mississippi", "onomatopoeia", "of"]
+NONE = np.zeros(0, np.int64)
+WIDTH = 32
+FORMS = ["none", "int8", "int4"]
+OPTIONS = [
+    {},
+    {"max_new_tokens": 3},
+    {"min_new_tokens": 9},
+    {"min_new_tokens": 2, "suppress_tokens": [4, 9, 22]},
+    {"begin_suppress_tokens": [4, 5, 6, 7, 8], "min_new_tokens": 4},
+    {"forced_bos_token_id": 7},
+    {"no_repeat_ngram_size": 1},
+    {"repetition_penalty": 1.5},
+    {"stop_strings": ["AH0"]},
+    {"top_logprobs": 2},
+    {"temperature": 0.8, "seed": 3},
+    {"num_beams": 3},
+    {"prompt_lookup": True},
+]
+
+
+@pytest.fixture(params=FORMS)
+def models(request, g2p_file, monkeypatch):
+    """The same file with greedy loops, and without them."""
+    file = g2p_file(Quantization(request.param), "throughput")
+    loaded = []
+    for kernels in (PATHS[0], f"{PATHS[0]},{APART}"):
+        monkeypatch.setenv(VARIABLE, kernels)
+        loaded.append(Model.load(file, device="cpu", threads=2))
+    looping, plain = loaded
+    assert looping.engine.session.max_greedy_steps > 8
+    assert plain.engine.session.max_greedy_steps == 1
+    return looping, plain
+
+
+def summary(results):
+    return [(r.token_ids, r.token_logprobs, r.score, r.finish_reason, r.top_logprobs) for r in results]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_have_the_results_of_steps_one_by_one(models, options):
+    looping, plain = models
+    for batch_size in (1, 3, 7):
+        found, expected = (summary(m.generate_batch(WORDS, batch_size=batch_size, **options)) for m in models)
+        assert found == expected
+    assert summary([looping.generate("hello", **options)]) == summary([plain.generate("hello", **options)])
+
+
+def test_loop_runs_the_steps_of_several_tokens_at_once(models, monkeypatch):
+    looping, _ = models
+    runs = []
+    run = looping.engine.session.run
+    monkeypatch.setattr(looping.engine.session, "run", lambda *arguments: (runs.append(arguments[1]), run(*arguments)))
+    result = looping.generate("transformer")
+    assert len(result.token_ids) > 8
+    assert runs == ["encode", "decode"]
+
+
+def test_loop_ends_with_the_steps_that_the_buffers_and_the_model_have_room_for(models):
+    """A row that is never ended fills the model's greatest length, in several runs."""
+    looping, _ = models
+    options = {"suppress_tokens": list(looping.manifest.special_tokens.eos_token_ids), "max_new_tokens": 47}
+    found, expected = (summary(m.generate_batch(WORDS, **options)) for m in models)
+    assert found == expected
+    assert {len(ids) for ids, *_ in found} == {47}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    engine = Engine(g2p_file(Quantization(form), "throughput"), device="cpu", threads=2)
+    random = np.random.default_rng(rows)
+    sources = {"src": [random.integers(3, 30, 3 + i) for i in range(rows)]}
+    first = np.full((rows, 1), 1)
+    forbidden = np.array([5, 9, 9, 10**9, -4])[:3]
+    state = engine.start(sources, rows)
+    engine.step(state, first)
+    logits, tokens = engine.greedy_steps(state, first, GreedyPlan(9, (), forbidden))
+    logits = logits.copy()
+    assert tokens.shape == (9, rows)
+    np.testing.assert_array_equal(state.lengths, 10)
+    apart = engine.start(sources, rows)
+    engine.step(apart, first)
+    for step, fed in enumerate([first[:, 0], *tokens[:-1]]):
+        expected = engine.step(apart, fed[:, None]).copy()
+        np.testing.assert_array_equal(logits[step].view(np.int32), expected.view(np.int32))
+        expected[:, forbidden] = -np.inf
+        np.testing.assert_array_equal(tokens[step], expected.argmax(-1))
+    # Both states go on alike: the caches are the same.
+    after, after_apart = (engine.step(s, tokens[-1][:, None]).copy() for s in (state, apart))
+    np.testing.assert_array_equal(after, after_apart)
+
+
+def test_loop_stops_after_the_first_end_of_a_row(models):
+    engine = models[0].engine
+    sources, first = {"src": [np.array([5, 6, 7]), np.array([9, 8])]}, np.ones((2, 1), np.int64)
+    _, tokens = engine.greedy_steps(engine.start(sources, 2), first, GreedyPlan(8, (), NONE))
+    for step in range(1, 8):
+        for ends in [(int(tokens[step, 1]),), (int(tokens[step, 0]), 10**6, -1)]:
+            state = engine.start(sources, 2)
+            _, found = engine.greedy_steps(state, first, GreedyPlan(8, ends, NONE))
+            count = 1 + next(i for i, row in enumerate(tokens.tolist()) if set(row) & set(ends))
+            np.testing.assert_array_equal(found, tokens[:count])
+            np.testing.assert_array_equal(state.lengths, count)
+
+
+def test_stream_has_every_token_and_an_error_of_its_reader_ends_it_alone(models):
+    looping, plain = models
+    assert "".join(looping.stream("transformer")) == plain.generate("transformer").text
+    generator, settings = looping.generator, looping.settings(None, {})
+    scheduler = generator.new_scheduler(settings, 8)
+    tasks = []
+    for i, word in enumerate(WORDS):
+        task = generator.make_task(make_request(looping.manifest, looping.inputs, word, i, settings), settings)
+        tasks.append(task)
+    seen = []
+
+    def fail(token):
+        seen.append(token.id)
+        if len(seen) == 3:
+            raise KeyError("the reader's own")
+
+    tasks[1].on_token = fail
+    for task in tasks:
+        scheduler.submit(task)
+    while not scheduler.idle:
+        scheduler.step()
+    assert isinstance(tasks[1].error, KeyError)
+    assert len(seen) == 3
+    for i, word in enumerate(WORDS):
+        if i != 1:
+            assert generator.make_result(tasks[i]).token_ids == plain.generate(word).token_ids
+
+
+def test_id_outside_the_vocabulary_is_an_error_of_its_request(models):
+    looping, _ = models
+    engine = looping.engine
+    state = engine.start({"src": [np.array([5, 6])]}, 1)
+    with pytest.raises(InputError, match="is beyond one of the model's tables"):
+        engine.step(state, np.array([[10**6]]))
+    engine.step(state, np.array([[1]]))
+
+
+FAMILIES = {
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(
+            vocab_size=300, max_position_embeddings=64, d_model=64, encoder_layers=2, decoder_layers=2,
+            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128,
+            eos_token_id=7, bos_token_id=1, pad_token_id=0, decoder_start_token_id=2, forced_eos_token_id=None,
+        )
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, eos_token_id=7, bos_token_id=1, pad_token_id=0,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantization, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().eval()
+    file = tmp_path / "model.onnx"
+    export(from_transformers(model), file, quantization=Quantization(quantization))
+    monkeypatch.setenv(VARIABLE, PATHS[0])
+    loaded = Model.load(file, device="cpu", threads=1)
+    assert loaded.engine.session.max_greedy_steps > 1
+    monkeypatch.setenv(VARIABLE, "0")
+    plain = Model.load(file, device="cpu", threads=1)
+    prompts = [[5, 6, 9, 12], [40, 41], [299], [17, 3, 99, 100, 101, 102]]
+    for prompt in prompts:
+        found = loaded.generate(prompt, max_new_tokens=24).token_ids
+        if quantization == "none":
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, max_new_tokens=24, do_sample=False)[0].tolist()
+            assert list(found) == out[1 if model.config.is_encoder_decoder else len(prompt) :]
+        else:
+            assert found == plain.generate(prompt, max_new_tokens=24).token_ids
+
+
+def loop_session(loop: str, plan: np.ndarray | None = None, counts: str = "int64"):
+    """Return a session of a chain: a table's rows of the tokens times a norm's weight are the logits."""
+    random = np.random.default_rng(0)
+    table = random.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    norm = {"0.path": 0, "1.path": kernels_of("scalar").attention_path, "1.epsilon": 1e-5, "1.root_mean_square": 1}
+    node = helper.make_node(
+        CHAIN, ["tokens", "table", "g", "plan"], ["y"], domain=DOMAIN, input_count=4, output_count=1, parts=1,
+        program="Lookup 1 0 - > 5\nNorm 5 - 2 - > 4", loop=loop, **norm,
+    )  # fmt: skip
+    weights = [numpy_helper.from_array(table, "table"), numpy_helper.from_array(np.ones(WIDTH, np.float32), "g")]
+    return table, session_of([node], [("tokens", TensorProto.INT64), ("plan", TensorProto.INT64)], weights)
+
+
+LOOP = "tokens 0\nlogits 4\nplan 3"
+
+
+def test_plan_is_followed_by_a_chain_alone():
+    table, session = loop_session(LOOP)
+    tokens = np.array([[3], [9]])
+    logits = session.run(None, {"tokens": tokens, "plan": np.array([6, 0, 12])})[0].reshape(6, 2, WIDTH)
+    for step, following in pairwise(range(6)):
+        expected = logits[step].copy()
+        expected[:, 12] = -np.inf
+        x = table[expected.argmax(-1)]
+        y = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        np.testing.assert_allclose(logits[following], y, rtol=1e-5, atol=1e-6)
+    assert session.run(None, {"tokens": tokens, "plan": NONE})[0].shape == (2, 1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [[1], [0, 0], [-1, 0], [1 << 40, 0], [2, 1], [2, 5, 1, 1], [2, -1], [2, 1 << 62], [-(1 << 63), 0]],
+    ids=str,
+)
+def test_damaged_plan_is_an_error(plan):
+    _, session = loop_session(LOOP)
+    with pytest.raises(Exception, match="the plan of a loop"):
+        session.run(None, {"tokens": np.array([[3]]), "plan": np.array(plan)})
+    assert session.run(None, {"tokens": np.array([[3]]), "plan": np.array([1, 0])})[0].shape == (1, 1, WIDTH)
+
+
+@pytest.mark.parametrize("tokens", [np.zeros((1, 2), np.int64), np.zeros(1, np.int64), np.zeros((0, 1), np.int64)])
+def test_loop_of_more_than_a_token_for_each_row_is_an_error(tokens):
+    _, session = loop_session(LOOP)
+    with pytest.raises(Exception, match="one token of each sequence"):
+        session.run(None, {"tokens": tokens, "plan": np.array([2, 0])})
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "tokens 0",  # neither logits nor plan
+        "tokens 0\nlogits 4",
+        "tokens 4\nlogits 4\nplan 3",  # a result as an input
+        "tokens 0\nlogits 0\nplan 3",
+        "tokens 0\nlogits 5\nplan 3",  # a value between operators
+        "tokens 9\nlogits 4\nplan 3",
+        "tokens -1\nlogits 4\nplan 3",
+        "tokens\nlogits 4\nplan 3",
+        "words 0\nlogits 4\nplan 3",
+        f"{LOOP}\ncounts 4",
+        f"{LOOP}\ncache 0",
+        f"{LOOP}\ncache 4 0",
+        f"{LOOP} 7",
+    ],
+)
+def test_damaged_loop_is_an_error(loop):
+    with pytest.raises(Exception, match="a damaged loop"):
+        loop_session(loop)
+
+
+def test_loop_with_caches_that_are_not_written_in_place_is_an_error():
+    _, session = loop_session(f"{LOOP}\ncache 1 4")
+    with pytest.raises(Exception, match="must be written in place"):
+        session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})
+
+
+def test_counts_of_floats_are_an_error():
+    _, session = loop_session(f"{LOOP}\ncounts 2")
+    with pytest.raises(Exception, match="counts of a loop must be integers"):
+        session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})
+
+
+def test_logits_without_numbers_end_no_loop_and_come_first():
+    """A NaN is likelier than any number, as for numpy's argmax."""
+    table = np.zeros((WIDTH, WIDTH), np.float32)
+    table[3, 9:11] = np.nan
+    norm = {"0.path": 0}
+    node = helper.make_node(
+        CHAIN, ["tokens", "table", "plan"], ["y"], domain=DOMAIN, input_count=3, output_count=1, parts=1,
+        program="Lookup 1 0 - > 3", loop="tokens 0\nlogits 3\nplan 2", **norm,
+    )  # fmt: skip
+    inputs = [("tokens", TensorProto.INT64), ("plan", TensorProto.INT64)]
+    session = session_of([node], inputs, [numpy_helper.from_array(table, "table")])
+    first, second = session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})[0]
+    assert int(first[0].argmax()) == 9
+    np.testing.assert_array_equal(second[0], np.zeros(WIDTH))  # of row 9
