@@ -21,9 +21,11 @@ from support.small_graphs import model_of
 from tformer_export import Quantization
 from tformer_runtime import Model
 from tformer_runtime.backend.native_kernels import APART, VARIABLE, LoadingProducts
-from tformer_runtime.format.onnx_graph import parse_model
+from tformer_runtime.format.onnx_graph import Tensor, parse_model
+from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.attention_rewrite import NATIVE_CONTEXT_ATTENTION
 from tformer_runtime.rewriting.elementwise_rewrite import NATIVE_NORM
+from tformer_runtime.rewriting.float_product import FloatProduct
 from tformer_runtime.rewriting.operator_chain import CHAIN
 from tformer_runtime.rewriting.product_rewrite import DOMAIN
 
@@ -33,22 +35,26 @@ WIDTH = 32
 WORDS = ["hello", "transformer", "a", "kernel"]
 
 
-def open_rewritten(model: bytes, path: str, makes_chains: bool) -> tuple[list[str], onnxruntime.InferenceSession]:
-    """Return the operators of a model with native ones, and its session."""
+def open_rewritten(
+    model: bytes, path: str, makes_chains: bool, threads: int = 1
+) -> tuple[list[str], onnxruntime.InferenceSession]:
+    """Return the operators of a model with native ones, and its session. threads: that may share a batch."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 2
-    with LoadingProducts(kernels_of(path)) as loading:
+    options.log_severity_level, options.intra_op_num_threads = 4, max(threads, 2)
+    with LoadingProducts(kernels_of(path), threads) as loading:
         rewritten = loading.rewrite(model, Path(), makes_chains=makes_chains)
         options.register_custom_ops_library(str(loading.kernels.file))
         session = onnxruntime.InferenceSession(rewritten, options, providers=["CPUExecutionProvider"])
     return [n.op_type for graph in parse_model(rewritten).graph.all_graphs() for n in graph.nodes], session
 
 
-def open_sessions(model: bytes, path: str) -> tuple[dict[str, list[str]], dict[str, onnxruntime.InferenceSession]]:
+def open_sessions(
+    model: bytes, path: str, threads: int = 1
+) -> tuple[dict[str, list[str]], dict[str, onnxruntime.InferenceSession]]:
     """Return name of a form → its operators, and the sessions with operators apart and in chains."""
     operators, sessions = {}, {}
     for form, makes_chains in (("apart", False), ("chains", True)):
-        operators[form], sessions[form] = open_rewritten(model, path, makes_chains)
+        operators[form], sessions[form] = open_rewritten(model, path, makes_chains, threads)
     return operators, sessions
 
 
@@ -61,7 +67,8 @@ def assert_same_results(sessions: dict[str, onnxruntime.InferenceSession], feeds
 class RandomGraph:
     """A graph of products, norms and sums, which kernels compute, and of other operators between them."""
 
-    def __init__(self, seed: int, size: int) -> None:
+    def __init__(self, seed: int, size: int, shape: Sequence[str | int] = ("rows", WIDTH)) -> None:
+        """shape: of the input and of all results."""
         self.random = np.random.default_rng(seed)
         self.weights: dict[str, np.ndarray] = {}
         self.nodes = []
@@ -70,8 +77,7 @@ class RandomGraph:
             values += self.add(i, values)
         results = {values[-1], *self.random.choice(values[1:], 2).tolist()}
         identities = [helper.make_node("Identity", [name], [f"out.{name}"]) for name in results]
-        shape = ["rows", WIDTH]
-        ports = {"x": shape}, {f"out.{name}": shape for name in results}
+        ports = {"x": [*shape]}, {f"out.{name}": [*shape] for name in results}
         self.model = model_of([*self.nodes, *identities], *ports, self.weights).SerializeToString()
 
     def draw(self, name: str, *shape: int) -> str:
@@ -128,6 +134,87 @@ def test_random_graph_has_the_same_bits_in_chains(seed, size, rows):
     assert_same_results(sessions, {"x": x})
 
 
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(10, 30),
+    batch=st.sampled_from([1, 2, 3, 8, 31]),
+    threads=st.sampled_from([2, 3, 8]),
+)
+def test_threads_that_share_a_batch_give_the_same_bits(seed, size, batch, threads):
+    """Chains have 1,000 weights for each product. So thousands of rows are worth a division of the batch."""
+    model = RandomGraph(seed, size, ("batch", "length", WIDTH)).model
+    _, sessions = open_sessions(model, PATHS[0], threads)
+    x = np.random.default_rng(seed).standard_normal((batch, 4096 // batch, WIDTH)).astype(np.float32)
+    assert_same_results(sessions, {"x": x})
+
+
+def shared_rows_model(shapes: dict[str, list[int | str]]) -> bytes:
+    """Return products, and norms of sums with inputs of other shapes, which sequences may share."""
+    weights = {"g": np.linspace(0.5, 2, WIDTH, dtype=np.float32)}
+    weights |= {f"w{i}": np.random.default_rng(i).standard_normal((WIDTH, WIDTH)).astype(np.float32) for i in range(8)}
+    nodes, value = [], "x"
+    for i, name in enumerate(shapes):
+        nodes += [
+            helper.make_node("MatMul", [value, f"w{i}"], [f"p{i}"]),
+            helper.make_node("Add", [f"p{i}", name], [f"s{i}"]),
+            helper.make_node("LayerNormalization", [f"s{i}", "g"], [f"n{i}"]),
+        ]
+        value = f"n{i}"
+    nodes.append(helper.make_node("MatMul", [value, "w7"], ["y"]))
+    inputs = {"x": ["batch", "length", WIDTH], **shapes}
+    return model_of(nodes, inputs, {"y": ["batch", "length", WIDTH]}, weights).SerializeToString()
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from(["rows", "one", "length", "row", "number"]), min_size=1, max_size=7),
+    st.sampled_from([1, 2, 4, 5]),
+    st.integers(0, 1000),
+)
+def test_arrays_that_sequences_share_are_not_divided(kinds, batch, seed):
+    length = 3000 // batch
+    sizes = {
+        "rows": [batch, length, WIDTH], "one": [1, length, WIDTH], "length": [length, WIDTH], "row": [WIDTH],
+        "number": [batch, 1, WIDTH],
+    }  # fmt: skip
+    model = shared_rows_model({f"a{i}": sizes[kind] for i, kind in enumerate(kinds)})
+    _, sessions = open_sessions(model, PATHS[0], threads=2)
+    random = np.random.default_rng(seed)
+    feeds = {f"a{i}": random.standard_normal(sizes[kind]).astype(np.float32) for i, kind in enumerate(kinds)}
+    feeds["x"] = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
+    assert_same_results(sessions, feeds)
+
+
+def test_error_of_a_part_of_a_batch_is_raised_and_leaves_the_chain_usable():
+    """The second sequence has an index beyond the table."""
+    program = "Lookup 2 1 - > 5\nNorm 5 0 3 - > 6\nPackedMatMul 6 > 4"
+    weights = np.eye(WIDTH, dtype=np.float32)
+    tensor = Tensor("w", weights.dtype, weights.shape, weights.tobytes())
+    product = FloatProduct("a", "b", tensor, False, None, parse_model(long_chain()).graph.nodes[0])
+    with WeightFiles(Path()) as files:
+        handle = kernels_of(PATHS[0]).pack_float(product, files, 1)
+    norm = {"1.path": kernels_of("scalar").attention_path, "1.epsilon": 1e-5, "1.root_mean_square": 1}
+    product_attributes = {"2.handle": handle, "2.activation": 0, "2.alpha": 1.0}
+    node = helper.make_node(
+        CHAIN, ["x", "ids", "table", "g"], ["y"], domain=DOMAIN, input_count=4, output_count=1, parts=2, loop="",
+        program=program, **norm, **product_attributes,
+    )  # fmt: skip
+    weights = [
+        numpy_helper.from_array(np.ones((9, WIDTH), np.float32), "table"),
+        numpy_helper.from_array(np.ones(WIDTH, np.float32), "g"),
+    ]
+    session = session_of([node], [("x", TensorProto.FLOAT), ("ids", TensorProto.INT64)], weights)
+    kernels_of(PATHS[0]).release(handle)
+    x = np.random.default_rng(0).standard_normal((2, 4096, WIDTH)).astype(np.float32)
+    feeds = {"x": x, "ids": np.zeros((2, 4096), np.int64)}
+    expected = session.run(None, feeds)[0]
+    for _ in range(3):
+        with pytest.raises(Exception, match=r"idx=9 must be within the inclusive range \[-9,8\]"):
+            session.run(None, feeds | {"ids": np.repeat([[0], [9]], 4096, 1)})
+    np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
+
+
 def test_operators_between_others_become_few_chains():
     """Products and norms alternate. Each Tanh among them ends a chain."""
     nodes, weights = [], {}
@@ -153,8 +240,9 @@ def test_shipped_model_gives_the_same_results_in_chains(path, quantization, g2p_
     results = []
     for kernels in (path, f"{path},{APART}"):
         monkeypatch.setenv(VARIABLE, kernels)
-        model = Model.load(file, device="cpu", threads=1)
-        found = [*model.generate_batch(WORDS, num_beams=4), *model.generate_batch(WORDS, temperature=0.7, seed=1)]
+        model = Model.load(file, device="cpu", threads=2)
+        words = WORDS * 3  # whose rows two threads share
+        found = [*model.generate_batch(words, num_beams=4), *model.generate_batch(words, temperature=0.7, seed=1)]
         results.append([(r.token_ids, r.score) for r in found])
     assert results[0] == results[1]
 
