@@ -29,9 +29,9 @@
 namespace tformer {
 namespace {
 
-// Products of floats or integers that a batch must have to be divided, and the bytes of weights, which each thread reads. They
-// should fit into its own cache.
-constexpr size_t DIVIDED_PRODUCTS = 1 << 22, DIVIDED_BYTES = 1 << 23;
+// Products of numbers that a batch must have to be divided. Each thread then reads all weights. These must be small enough for
+// the caches, or so few for each of its rows that the products take longer (docs/design/kernels.md#chains).
+constexpr size_t DIVIDED_PRODUCTS = 1 << 22, CACHED_BYTES = 1 << 23, BYTES_OF_ROW = 384 << 10;
 constexpr size_t MAX_PARTS = 64;
 
 // Some of the sequences of a batch. A unit is the least number of sequences that can be divided.
@@ -237,7 +237,7 @@ class Chain final : public Operator {
 
   // Returns the parts of the batch; one if it is not worth dividing, or if it cannot be divided.
   std::vector<Part> divide(Operands& operands, std::vector<Input>& inputs) const {
-    if (max_parts < 2 || !program.has_batch || program.weights == 0 || program.weight_bytes > DIVIDED_BYTES) return {};
+    if (max_parts < 2 || !program.has_batch || program.weights == 0) return {};
     size_t batch = 0, positions = 0;
     for (size_t value = 0; value < inputs.size() && batch == 0; value++) {
       const char axis = program.axes[value];
@@ -245,7 +245,9 @@ class Chain final : public Operator {
       if (inputs[value].data == nullptr) inputs[value] = operands.input(value);
       if (is_divided(inputs[value], axis)) batch = inputs[value].size(0), positions = inputs[value].size(1);
     }
-    if (batch < 2 || batch * positions * program.weights < DIVIDED_PRODUCTS) return {};
+    const size_t rows = batch * positions;
+    if (batch < 2 || rows * program.weights < DIVIDED_PRODUCTS) return {};
+    if (program.weight_bytes > std::max(CACHED_BYTES, rows / std::min(max_parts, batch) * BYTES_OF_ROW)) return {};
     read_inputs(operands, inputs);
     size_t units = batch;
     for (size_t value = 0; value < inputs.size(); value++) {

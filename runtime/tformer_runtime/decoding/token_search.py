@@ -261,11 +261,11 @@ class TokenSearch:
         logits: (steps, rows, vocabulary). tokens: (steps, rows).
         """
         flat = logits.reshape(tokens.size, -1)
-        logprobs = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
+        logprobs: F32 = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
         logprobs = logprobs.reshape(tokens.shape)
-        for row, own_tokens, own_logprobs in zip(self._rows, tokens.T.tolist(), logprobs.T.tolist(), strict=True):
+        for i, row in enumerate(self._rows):
             try:
-                row.take_all(own_tokens, own_logprobs)
+                row.take_all(tokens[:, i].tolist(), logprobs[:, i].tolist())
             except Exception as error:  # of the task's own callback: only this task ends
                 row.task.error = row.task.error or error
 
