@@ -391,8 +391,7 @@ class Scheduler:
     def _run_model(self) -> None:
         """Run the model on the chosen tokens.
 
-        If the likeliest tokens are the next ones, it may run several steps, of which all but the last choose their tokens
-        here.
+        If the likeliest tokens are the next ones, it may run several steps. All but the last choose their tokens here.
         """
         assert self._rows is not None
         assert self._tokens is not None

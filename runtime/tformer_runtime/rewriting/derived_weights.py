@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -243,12 +244,25 @@ def _write_all(weights: list[_Derived], places: list[int], file: BinaryIO, threa
     from concurrent.futures import ThreadPoolExecutor  # takes 2 ms to import
 
     jobs = sorted(zip(weights, places, strict=True), key=lambda job: -math.prod(job[0].shape))
+    jobs = [(weight, place) for weight, place in jobs if weight.write]
+    size = math.prod(jobs[0][0].shape)
+    buffers: SimpleQueue[Array] = SimpleQueue()
+    for _ in range(threads):
+        buffers.put(np.empty(size, np.uint8))
     with ThreadPoolExecutor(threads) as pool:
-        for result in [pool.submit(_write, weight, file, place) for weight, place in jobs if weight.write]:
+        for result in [pool.submit(_write, weight, file, place, buffers) for weight, place in jobs]:
             result.result()
 
 
-def _write(weight: _Derived, file: BinaryIO, place: int) -> None:
+def _write(weight: _Derived, file: BinaryIO, place: int, buffers: SimpleQueue[Array]) -> None:
+    """Compute a weight in a buffer, and write it. In a mapped file each page would be a fault, which takes longer."""
     assert weight.write is not None
-    pages = mmap.mmap(file.fileno(), math.prod(weight.shape), offset=place)  # closed with the last array on it
-    weight.write(np.frombuffer(pages, weight.dtype).reshape(weight.shape))
+    buffer = buffers.get()
+    try:
+        rest = buffer[: math.prod(weight.shape)]
+        weight.write(rest.view(weight.dtype).reshape(weight.shape))
+        while rest.size:
+            count = os.pwrite(file.fileno(), rest, place)
+            rest, place = rest[count:], place + count
+    finally:
+        buffers.put(buffer)
