@@ -262,7 +262,7 @@ def _write(weight: _Derived, file: BinaryIO, place: int, buffers: SimpleQueue[Ar
         rest = buffer[: math.prod(weight.shape)]
         weight.write(rest.view(weight.dtype).reshape(weight.shape))
         while rest.size:
-            count = os.pwrite(file.fileno(), rest, place)
+            count = os.pwrite(file.fileno(), rest.data, place)
             rest, place = rest[count:], place + count
     finally:
         buffers.put(buffer)

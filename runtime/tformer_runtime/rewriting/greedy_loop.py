@@ -93,7 +93,7 @@ _FREE_AXIS = bytes_field(2, bytes_field(1, bytes_field(2, b"plan")))  # TypeProt
 
 
 def _find_stage(graph: Graph, logits: str) -> tuple[Graph, dict[str, str]] | None:
-    """Return the graph of the decode stage, and output of the model → its name there; None for another form of a file."""
+    """Return the graph of the decode stage, and output of the model → its name there; None for another form."""
     node = graph.producers.get(logits)
     if node is None:
         return None
