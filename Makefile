@@ -7,7 +7,7 @@
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
 # make kernels      build the native kernels of this processor's kind, which the tests and the runtime then find
 # make kernels-emulated  the tests of the kernels with AMX in plain C++, for processors without it
-# make kernels-sanitize  compare all paths of the kernels under the address and undefined-behaviour sanitizers
+# make kernels-sanitize  compare all paths of the kernels, and run chains, under the address and undefined-behaviour sanitizers
 # make kernels-arm  compare the paths for Arm in an emulator (g++-aarch64-linux-gnu and qemu-user)
 # make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
@@ -124,10 +124,19 @@ kernels-emulated: $(READY)
 	@cp $(KERNELS)/__init__.py build/kernels-emulated/libtformer_kernels.* build/kernels-emulated/tformer_kernels
 	PYTHONPATH=build/kernels-emulated $(BIN)/python -m pytest tests/unit/runtime/kernels
 
-kernels-sanitize:
-	@mkdir -p build
-	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON,--target compare_paths)
+# Chains run within onnxruntime: Python loads the sanitizers first. A folder of the package's name comes before the installed one.
+SANITIZED = $(addprefix tests/unit/runtime/kernels/,test_chains.py test_greedy_loop.py test_row_operators.py)
+SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+
+kernels-sanitize: $(READY)
+	@mkdir -p build/kernels-sanitize/tformer_kernels
+	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON)
 	build/kernels-sanitize/compare_paths 400
+	@touch build/kernels-sanitize/tformer_kernels/__init__.py
+	@cp build/kernels-sanitize/libtformer_kernels.* build/kernels-sanitize/tformer_kernels/
+	PYTHONPATH=build/kernels-sanitize LD_PRELOAD="$(SANITIZERS)" \
+	  ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 $(BIN)/python -m pytest $(SANITIZED) \
+	  -k "not memory_again and not transformers_loop and not deadline and not shipped and not options"
 
 kernels-arm:
 	@mkdir -p build
