@@ -23,52 +23,49 @@ def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]
         the same number of rows. Otherwise, and without `requests`, rows may go anywhere. Return the place of each row
         among 0 … n-1, and the present row that each place continues. A row takes the place of its parent if possible.
     """
-    places = _assign_places(parents)
-    if requests is not None:
-        first_rows, block = _number_requests(requests[parents])
-        sizes = np.bincount(block)
-        size = int(sizes[0])
-        if size > 1 and bool((sizes == size).all()):
-            blocks = _assign_places(parents[first_rows] // size)
-            places = _assign_places(parents, size, blocks[block])
-    order = np.empty(len(parents), np.int64)
-    order[places] = parents
-    return places, order
+    rows = parents.tolist()
+    places = [-1] * len(rows)
+    children = {} if requests is None else _rows_of_requests(requests[parents].tolist())
+    if len(children) < len(rows) and len({len(members) for members in children.values()}) == 1:
+        size = len(rows) // len(children)
+        blocks = [-1] * len(children)
+        members_in_order = [children[request] for request in sorted(children)]
+        _assign_places(
+            [rows[members[0]] // size for members in members_in_order], range(len(blocks)), range(len(blocks)), blocks
+        )
+        for members, block in zip(members_in_order, blocks, strict=True):
+            _assign_places(rows, members, range(block * size, (block + 1) * size), places)
+    else:
+        _assign_places(rows, range(len(rows)), range(len(rows)), places)
+    place_array = np.array(places, np.int64)
+    order = np.empty(len(rows), np.int64)
+    order[place_array] = parents
+    return place_array, order
 
 
-def _number_requests(requests: Ints) -> tuple[Ints, Ints]:
-    """Return the first row of each request, and the number of each row's request, counted from 0."""
-    begins = np.empty(len(requests), np.bool_)
-    begins[0] = True
-    np.not_equal(requests[1:], requests[:-1], out=begins[1:])
-    first_rows = np.flatnonzero(begins)
-    if (np.diff(requests[first_rows]) > 0).all():  # frequent, and much faster than sorting
-        return first_rows, np.cumsum(begins) - 1
-    _, first_rows, numbers = np.unique(requests, return_index=True, return_inverse=True)
-    return first_rows, numbers
+def _rows_of_requests(requests: Sequence[int]) -> dict[int, list[int]]:
+    """Return the rows of each request. requests: (rows,) the number of each row's request."""
+    rows: dict[int, list[int]] = {}
+    for row, request in enumerate(requests):
+        rows.setdefault(request, []).append(row)
+    return rows
 
 
-def _assign_places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
-    """Return a place for each row: the place of its parent, if that is one of 0 … n-1 and no earlier row has it, or
-    else a free place.
-
-    blocks: the block of `size` places in which each row must be. Every block has as many rows as places.
+def _assign_places(parents: Sequence[int], rows: Sequence[int], free_places: range, places: list[int]) -> None:
+    """Write one of the free places of each row: that of its parent, if it is free and no earlier row has it, or else
+    the next. Lists are faster than arrays for the rows of most batches.
     """
-    count = len(parents)
-    places = np.full(count, -1)
-    free = np.ones(count, np.bool_)
-    first_child = np.full(int(parents.max()) + 1, -1)
-    first_child[parents[::-1]] = np.arange(count - 1, -1, -1)  # the last of equal indices counts
-    rows = np.flatnonzero(first_child >= 0)
-    first_children = first_child[rows]
-    stays = rows < count if blocks is None else rows // size == blocks[first_children]
-    places[first_children[stays]] = rows[stays]
-    free[rows[stays]] = False
-    others = np.flatnonzero(places < 0)
-    if blocks is not None:
-        others = others[np.argsort(blocks[others], kind="stable")]
-    places[others] = np.flatnonzero(free)
-    return places
+    free = dict.fromkeys(free_places)
+    others = []
+    for row in rows:
+        parent = parents[row]
+        if parent in free:
+            del free[parent]
+            places[row] = parent
+        else:
+            others.append(row)
+    for row, place in zip(others, free, strict=True):
+        places[row] = place
 
 
 @contextmanager
