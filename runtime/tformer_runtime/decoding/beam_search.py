@@ -56,9 +56,11 @@ class _Histories:
 
     def add(self, count: int) -> None:
         """Add beams that have generated nothing, after the existing beams."""
-        padding = ((0, count), (0, 0))
-        self.ids, self.logprobs = np.pad(self.ids, padding), np.pad(self.logprobs, padding)
-        self.lengths, self.scores = np.pad(self.lengths, padding[0]), np.pad(self.scores, padding[0])
+        shape = count, self.ids.shape[1]
+        self.ids = np.concatenate([self.ids, np.zeros(shape, np.int64)])
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(shape, np.float32)])
+        self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
+        self.scores = np.concatenate([self.scores, np.zeros(count, np.float32)])
 
     def take(self, beams: Ints) -> None:
         """Replace beam i by beam beams[i]."""

@@ -426,10 +426,11 @@ class Scheduler:
         for key, search in self._searches.items():
             search_rows = self._places[key]
             logits = self._logits if is_identity(search_rows, len(self._logits)) else self._logits[search_rows]
-            numbers = search_rows.tolist()
             self.generated_tokens += search.num_sequences
             continued, new = search.advance(
-                logits, histories and [histories[i] for i in numbers], guesses and [guesses[i] for i in numbers]
+                logits,
+                histories and [histories[i] for i in search_rows.tolist()],
+                guesses and [guesses[i] for i in search_rows.tolist()],
             )
             parents.append(search_rows[continued])
             tokens.append(new)
@@ -456,15 +457,14 @@ class Scheduler:
         next_tokens[places, 0] = np.concatenate(tokens)
         ends = np.cumsum(widths)
         for key, end, width in zip(list(self._searches), ends, widths, strict=True):
-            search_rows = places[end - width : end]
-            order = search_rows.argsort()
-            self._places[key] = search_rows[order]
+            search_places = places[end - width : end]
+            search_rows = np.sort(search_places)
+            self._places[key] = search_rows
             if not width:
                 del self._searches[key], self._places[key]
-            elif not is_identity(
-                order, width
-            ):  # the search takes the order of the batch, so that logits need not be reordered
-                self._searches[key].renumber(order.argsort())
+            elif (search_rows != search_places).any():
+                # The search takes the order of the batch, so that logits need not be reordered.
+                self._searches[key].renumber(np.searchsorted(search_rows, search_places))
         self._logits, self._tokens = None, next_tokens
 
 
