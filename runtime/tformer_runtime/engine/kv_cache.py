@@ -502,7 +502,7 @@ class KVCache:
             self.pooled_buffers = None
 
 
-def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
+def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tuple[Any, ...]] = ()) -> None:
     """Copy rows `sources` of (rows, …) to rows `targets`, as if all copies happened at once.
 
     Each target is copied once, after all rows that read it. Of rows that swap in a cycle, one is copied to temporary
@@ -511,7 +511,7 @@ def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tupl
     parts: the part of each target to copy; by default all of it.
     """
     source_of: dict[int, int] = {}
-    part_of: dict[int, tuple[slice, ...]] = {}
+    part_of: dict[int, tuple[Any, ...]] = {}
     read_rows = set(sources.tolist())
     parts = parts or [()] * len(targets)
     for row, source, part in zip(targets.tolist(), sources.tolist(), parts, strict=True):
