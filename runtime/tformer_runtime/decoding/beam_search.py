@@ -20,6 +20,7 @@ import numpy as np
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Bools, Ints
 from tformer_runtime.base.errors import InputError, OptionError
+from tformer_runtime.decoding.beam_ranking import best, find_ranking
 from tformer_runtime.decoding.constraints import Guide
 from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
@@ -160,6 +161,7 @@ class BeamSearch:
         self.tasks: list[SequenceTask] = []
         self._beams: dict[SequenceTask, list[_Beams]] = {}
         self._histories = _Histories()
+        self._rank_beams = find_ranking()
         self._rows: Ints = np.zeros(0, np.int64)  # of the logits, for each beam
         self.width = 0
 
@@ -263,17 +265,8 @@ class BeamSearch:
         group_index = np.arange(len(groups))[:, None]
         forbidden = None if level else self._forbidden(groups)
         if forbidden is not None:
-            # Each row's best by its logits: norm and score so far shift all values of a row alike.
-            flat_rows = rows.ravel()
-            is_whole_batch = len(flat_rows) >= len(logits)
-            with mask_forbidden(logits, flat_rows.tolist(), forbidden):
-                top, tokens = best(logits if is_whole_batch else logits[flat_rows], width)
-            if is_whole_batch:
-                top, tokens = top[flat_rows], tokens[flat_rows]
-            gains = (top - norms[flat_rows, None]).reshape(len(groups), -1)
-            top, picks = best((gains.reshape(*rows.shape, width) + scores[:, :, None]).reshape(gains.shape), width)
-            gains, tokens = gains[group_index, picks], tokens.reshape(gains.shape)[group_index, picks]
-            parents = picks // width
+            with mask_forbidden(logits, rows.ravel().tolist(), forbidden):
+                top, gains, parents, tokens = self._rank_beams(logits, norms, rows, scores, width)
         else:
             steps = logits[rows] - norms[rows][:, :, None]
             for group, group_scores in zip(groups, steps, strict=True):
@@ -467,42 +460,3 @@ class BeamSearch:
     def _remove(self, is_finished: Callable[[SequenceTask], bool]) -> None:
         self.tasks = [task for task in self.tasks if not is_finished(task)]
         self._beams = {task: groups for task, groups in self._beams.items() if not is_finished(task)}
-
-
-_BLOCK_COLUMNS = 32  # the fastest size: docs/design/kernels.md
-
-
-def best(scores: F32, count: int) -> tuple[F32, Ints]:
-    """Return the `count` best values of each row of (rows, columns), best first, and their columns. Equal values are in
-    the order of their columns.
-
-    If a row has fewer columns, the last values are -inf. Cost: one pass over the scores, for the maxima.
-    """
-    missing = count - scores.shape[1]
-    columns = scores.shape[1]
-    if missing > 0:
-        scores = np.concatenate([scores, np.full((len(scores), missing), -np.inf, np.float32)], 1)
-    row = np.arange(len(scores))[:, None]
-    index = _columns_with_best(scores, count) if scores.shape[1] > 4 * count * _BLOCK_COLUMNS else None
-    candidates = scores if index is None else scores[row, index]
-    picks = np.argpartition(-candidates, count - 1)[:, :count]
-    picks = picks if index is None else index[row, picks]
-    top = scores[row, picks]
-    order = np.lexsort((picks, -top))
-    return top[row, order], np.minimum(picks[row, order], columns - 1)
-
-
-def _columns_with_best(scores: F32, count: int) -> Ints:
-    """Return columns of (rows, columns) that contain the `count` best: columns of the blocks with the greatest maxima.
-
-    Partitioning a whole vocabulary is slow, and maxima are fast. They are fastest if the columns of a block are no
-    neighbours: column c is in block c mod the number of blocks.
-    """
-    rows, columns = scores.shape
-    blocks = columns // _BLOCK_COLUMNS
-    columns_of_blocks = blocks * _BLOCK_COLUMNS
-    maxima = scores[:, :columns_of_blocks].reshape(rows, _BLOCK_COLUMNS, blocks).max(1)
-    blocks_with_best = np.argpartition(-maxima, count - 1)[:, :count]
-    columns_in_blocks = (blocks_with_best[:, :, None] + blocks * np.arange(_BLOCK_COLUMNS)).reshape(rows, -1)
-    last_columns = np.broadcast_to(np.arange(columns_of_blocks, columns), (rows, columns - columns_of_blocks))
-    return np.concatenate([columns_in_blocks, last_columns], 1)

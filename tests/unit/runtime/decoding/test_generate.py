@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from support import hf_models as hf
 
-from tformer_runtime.decoding.beam_search import best
+from tformer_runtime.decoding.beam_ranking import best
 from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.row_placement import pad_rows, place_rows
