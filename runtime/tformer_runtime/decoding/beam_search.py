@@ -37,6 +37,7 @@ from tformer_runtime.decoding.sequence import (
 from tformer_runtime.engine.step_outputs import StepHistory
 
 _FIRST_CAPACITY = 16  # generated ids of a row
+_NO_BEAMS = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
 
 
 class _Histories:
@@ -148,6 +149,11 @@ class _Ranked:
     possible: Bools
     ended: Bools
 
+    def take(self, picks: Sequence[int]) -> tuple[Ints, Ints, F32, F32]:
+        """Return beams, tokens, gains and scores of some continuations. picks: indices in the flat arrays."""
+        index = np.array(picks, np.int64)
+        return self.beams.take(index), self.tokens.take(index), self.gains.take(index), self.top.take(index)
+
 
 class BeamSearch:
     """Tasks with the same number of beams.
@@ -208,24 +214,22 @@ class BeamSearch:
         if kept is not None:
             logits, norms = logits[kept], norms[kept]
             histories = None if histories is None else [histories[i] for i in kept]
-        beams, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        gains, scores = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+        parts: list[tuple[Ints, Ints, F32, F32]] = []  # beams that continue, tokens, gains and scores
         num_beams = 0
         for level in range(max((len(groups) for groups in self._beams.values()), default=0)):
             for width, groups in self._rankable(level):
                 ranked = self._rank(groups, level, width, logits, norms)
                 picks = self._continue(groups, ranked, logits, norms, histories, num_beams)
-                beams.append(ranked.beams.take(picks))
-                tokens.append(ranked.tokens.take(picks))
-                gains.append(ranked.gains.take(picks))
-                scores.append(ranked.top.take(picks))
+                parts.append(ranked.take(picks))
                 num_beams += len(picks)
         for task, groups in self._beams.items():
             if not task.finished and all(group.over for group in groups):
                 self._finish(task, groups)
-        continued, new_tokens = np.concatenate(beams), np.concatenate(tokens)
+        continued, new_tokens, gains, scores = (
+            parts[0] if len(parts) == 1 else (np.concatenate(arrays) for arrays in zip(_NO_BEAMS, *parts, strict=True))
+        )
         self._histories.take(continued)
-        self._histories.append(new_tokens, np.concatenate(gains), np.concatenate(scores))
+        self._histories.append(new_tokens, gains, scores)
         parents, self._rows, self.width = self._rows[continued], np.arange(num_beams), num_beams
         if any(task.finished for task in self.tasks):
             kept_rows = self.drop(lambda task: task.finished)
@@ -234,7 +238,7 @@ class BeamSearch:
 
     def _drop_without_numbers(self, norms: F32) -> Ints | None:
         """Drop the tasks with logits that are NaN or infinite. Return the rows that are kept; None if all are."""
-        if (norms < np.inf).all():
+        if norms.max(initial=-np.inf) < np.inf:  # not so if one is NaN
             return None
         for task, groups in self._beams.items():
             if any(not (norms[self._rows[group.beams]] < np.inf).all() for group in groups if not group.over):

@@ -12,7 +12,7 @@ from tformer_runtime.base.arrays import F32, Ints
 
 def is_identity(rows: Ints, count: int) -> bool:
     """Return whether `rows` are all of `count` rows in their order."""
-    return len(rows) == count and bool((rows == np.arange(count)).all())
+    return len(rows) == count and rows.tolist() == list(range(count))
 
 
 def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]:

@@ -455,9 +455,10 @@ class Scheduler:
             self._rows.reorder(order)
         next_tokens = np.empty((len(all_parents), 1), np.int64)
         next_tokens[places, 0] = np.concatenate(tokens)
-        ends = np.cumsum(widths)
-        for key, end, width in zip(list(self._searches), ends, widths, strict=True):
-            search_places = places[end - width : end]
+        first = 0
+        for key, width in zip(list(self._searches), widths, strict=True):
+            search_places = places[first : first + width]
+            first += width
             search_rows = np.sort(search_places)
             self._places[key] = search_rows
             if not width:

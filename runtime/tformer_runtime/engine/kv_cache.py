@@ -252,7 +252,7 @@ class KVCache:
         used_ids = self._write_ids[:, : ends.max()]
         new_ids = used_ids[sources]
         differs = used_ids[targets] != new_ids
-        begins = np.where(differs.any(1), differs.argmax(1), ends) if ends.any() else ends
+        begins = np.where(differs.any(1), differs.argmax(1), ends) if differs.size else ends
         used = list(zip(begins.tolist(), ends.tolist(), strict=True))
         for group in self._groups:
             parts = [group.slots(begin, end) for begin, end in used]
@@ -519,6 +519,8 @@ def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tupl
             source_of[row], part_of[row] = source, part
         else:  # frequent, and nothing has to wait for it
             array[(row, *part)] = array[(source, *part)]
+    if not source_of:
+        return
     readers = Counter(source_of.values())
     ready = [row for row in source_of if not readers[row]]
     saved: dict[int, Array] = {}
