@@ -263,10 +263,9 @@ class BeamSearch:
 
         logits, norms: of all rows; a logit minus the norm of its row is a log-probability.
         """
-        group_beams = np.array([group.first for group in groups])[:, None] + np.arange(groups[0].width)
-        rows = self._rows[group_beams]  # (groups, beams)
-        scores = self._histories.scores[group_beams]
-        group_index = np.arange(len(groups))[:, None]
+        first_beams = np.array([[group.first] for group in groups])
+        beams = first_beams + np.arange(groups[0].width)  # (groups, beams)
+        rows, scores = self._rows[beams], self._histories.scores[beams]
         forbidden = None if level else self._forbidden(groups)
         if forbidden is not None:
             with mask_forbidden(logits, rows.ravel().tolist(), forbidden):
@@ -278,12 +277,12 @@ class BeamSearch:
             steps += scores[:, :, None]
             top, picks = best(steps.reshape(len(groups), -1), width)
             parents, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
-            chosen_rows = rows[group_index, parents]
+            chosen_rows = rows[np.arange(len(groups))[:, None], parents]
             gains = logits[chosen_rows, tokens] - norms[chosen_rows]
         return _Ranked(
             top,
             parents,
-            group_beams[group_index, parents],
+            first_beams + parents,
             tokens,
             gains,
             np.isfinite(top),

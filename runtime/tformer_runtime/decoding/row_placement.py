@@ -79,8 +79,8 @@ def mask_forbidden(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) 
         yield
         return
     first_tokens = masked_rows[0][1]
-    if all(tokens is first_tokens for _, tokens in masked_rows):  # frequent: rules that read lengths alone
-        row_index: Ints = np.array([[row] for row, _ in masked_rows])
+    if len({id(tokens) for _, tokens in masked_rows}) == 1:  # frequent: rules that read lengths alone
+        row_index: Ints = np.array([row for row, _ in masked_rows])[:, None]
         columns = first_tokens
     else:
         row_index = np.repeat([row for row, _ in masked_rows], [len(tokens) for _, tokens in masked_rows])

@@ -440,21 +440,22 @@ class Scheduler:
             task.first_token_at = task.first_token_at or now
             if task.finished:
                 task.ended_at = now
-        if len(tokens) == 1 and is_identity(parents[0], len(self._logits)):  # frequent: all rows continue in place
-            self._places = dict.fromkeys(self._searches, parents[0])
+        all_parents = parents[0] if len(parents) == 1 else np.concatenate(parents)
+        stays = is_identity(all_parents, len(self._logits))
+        if stays and len(tokens) == 1:  # frequent: all rows continue in place
+            self._places = dict.fromkeys(self._searches, all_parents)
             self._logits, self._tokens = None, tokens[0][:, None]
             return
-        all_parents = np.concatenate(parents)
         if not len(all_parents):
             self.release()
             return
-        if is_identity(all_parents, len(self._logits)):
+        if stays:
             places = all_parents
         else:
             places, order = place_rows(all_parents, self._rows.requests())
             self._rows.reorder(order)
         next_tokens = np.empty((len(all_parents), 1), np.int64)
-        next_tokens[places, 0] = np.concatenate(tokens)
+        next_tokens[places, 0] = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
         first = 0
         for key, width in zip(list(self._searches), widths, strict=True):
             search_places = places[first : first + width]
