@@ -285,10 +285,7 @@ def test_best_candidates_equal_a_sort(columns):
     for row in range(3):
         order = np.argsort(-scores[row], kind="stable")[:5]
         np.testing.assert_array_equal(top[row], scores[row][order])
-        if row != 1:
-            np.testing.assert_array_equal(picks[row], order)
-    np.testing.assert_array_equal(scores[1][picks[1]], top[1])
-    assert len(set(picks[1].tolist())) == 5
+        np.testing.assert_array_equal(picks[row], order)
 
 
 def test_best_candidates_are_padded_if_there_are_too_few():
