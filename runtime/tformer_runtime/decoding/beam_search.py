@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
-from tformer_runtime.base.arrays import F32, Bools, Ints
+from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.decoding.beam_ranking import best, find_ranking
 from tformer_runtime.decoding.constraints import Guide
@@ -133,12 +133,10 @@ class _Beams:
 class _Ranked:
     """The best continuations of several groups. Each array is (groups, width).
 
-    top: summed scores.
+    top: summed scores; of tokens that are not allowed they are not finite.
     parents: the beams that are continued, counted within their group.
     beams: the same, counted within the search.
     tokens, gains: the tokens and their log-probabilities.
-    possible: whether the tokens are allowed.
-    ended: whether the continuations end.
     """
 
     top: F32
@@ -146,8 +144,6 @@ class _Ranked:
     beams: Ints
     tokens: Ints
     gains: F32
-    possible: Bools
-    ended: Bools
 
     def take(self, picks: Sequence[int]) -> tuple[Ints, Ints, F32, F32]:
         """Return beams, tokens, gains and scores of some continuations. picks: indices in the flat arrays."""
@@ -279,15 +275,7 @@ class BeamSearch:
             parents, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
             chosen_rows = rows[np.arange(len(groups))[:, None], parents]
             gains = logits[chosen_rows, tokens] - norms[chosen_rows]
-        return _Ranked(
-            top,
-            parents,
-            first_beams + parents,
-            tokens,
-            gains,
-            np.isfinite(top),
-            self._find_ended(groups, parents, tokens),
-        )
+        return _Ranked(top, parents, first_beams + parents, tokens, gains)
 
     def _beam_ids(self, group: _Beams) -> Iterator[Ints]:
         """Yield the ids of each beam, with the prompt."""
@@ -335,23 +323,6 @@ class BeamSearch:
         except Exception as error:  # of the task's own rule: only this task ends
             task.error = error
 
-    def _find_ended(self, groups: list[_Beams], parents: Ints, tokens: Ints) -> Bools:
-        """Return which continuations end."""
-        ended: Bools = np.zeros(tokens.shape, np.bool_)
-        for end in groups[0].task.end_ids:
-            ended |= tokens == end
-        for g, group in enumerate(groups):
-            if group.length + 1 >= group.task.max_tokens:
-                ended[g] = True
-            if not group.needs_check or group.task.error is not None:
-                continue
-            try:
-                continuations = zip(parents[g].tolist(), tokens[g].tolist(), strict=True)
-                ended[g] = [self._finish_reason(group, parent, token) is not None for parent, token in continuations]
-            except Exception as error:  # of the task's own stop strings or grammar: only this task ends
-                group.task.error = error
-        return ended
-
     def _continue(
         self,
         groups: list[_Beams],
@@ -366,31 +337,56 @@ class BeamSearch:
         Return the indices of the next beams of all unfinished groups in the flat arrays of `ranked`. The beams are
         counted from `first_beam`.
         """
-        count, width = groups[0].count, ranked.top.shape[1]
         all_picks: list[int] = []
-        going_on = (ranked.possible & ~ranked.ended).tolist()
-        ending = (ranked.possible & ranked.ended).tolist()
+        width = ranked.top.shape[1]
         for g, group in enumerate(groups):
-            task = group.task
-            picks = [i for i, goes_on in enumerate(going_on[g]) if goes_on][:count]
-            hypotheses = [i for i, ends in enumerate(ending[g][:count]) if ends]
-            try:
-                if task.error is None and hypotheses:
-                    self._add_hypotheses(group, g, hypotheses, ranked, logits, norms, histories)
-                if task.error is None and not (picks and group.can_improve(float(ranked.top[g, picks[0]]))):
-                    group.over, group.chosen = True, ranked.tokens[g][ranked.possible[g]][:count].tolist()
-                if group.needs_check and not group.over and task.error is None:
-                    self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
-            except Exception as error:  # of the task's own grammar: only this task ends
-                task.error = error
+            task, picks = group.task, []
+            if task.error is None:
+                try:
+                    picks = self._continue_group(group, g, ranked, logits, norms, histories)
+                except Exception as error:  # of the task's own stop strings or grammar: only this task ends
+                    task.error = error
             if group.over or task.error is not None:
                 continue
             group.first, group.width = first_beam + len(all_picks), len(picks)
             group.length += 1
-            if task.settings.num_beam_groups > 1:
-                group.chosen = ranked.tokens[g][picks].tolist()
             all_picks += [g * width + i for i in picks]
         return all_picks
+
+    def _continue_group(
+        self,
+        group: _Beams,
+        g: int,
+        ranked: _Ranked,
+        logits: F32,
+        norms: F32,
+        histories: Sequence[StepHistory] | None,
+    ) -> list[int]:
+        """Make hypotheses of a group, and return which of the continuations ranked[g] are its next beams."""
+        scores, tokens, count = ranked.top[g].tolist(), ranked.tokens[g].tolist(), group.count
+        possible = [i for i, score in enumerate(scores) if math.isfinite(score)]
+        ends = self._ending(group, possible, ranked.parents[g].tolist(), tokens)
+        picks = [i for i in possible if i not in ends][:count]
+        hypotheses = [i for i in possible if i in ends and i < count]
+        if hypotheses:
+            self._add_hypotheses(group, g, hypotheses, ranked, logits, norms, histories)
+        group.over = not (picks and group.can_improve(scores[picks[0]]))
+        if group.task.settings.num_beam_groups > 1:
+            group.chosen = [tokens[i] for i in (possible[:count] if group.over else picks)]
+        if group.needs_check and not group.over:
+            self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
+        return picks
+
+    def _ending(
+        self, group: _Beams, continuations: Sequence[int], parents: Sequence[int], tokens: Sequence[int]
+    ) -> Sequence[int]:
+        """Return which of the continuations of a group end."""
+        if group.length + 1 >= group.task.max_tokens:
+            return continuations
+        if group.needs_check:
+            return [i for i in continuations if self._finish_reason(group, parents[i], tokens[i]) is not None]
+        end_ids = group.task.end_ids
+        return [i for i in continuations if tokens[i] in end_ids]
 
     def _add_hypotheses(
         self,
