@@ -339,54 +339,53 @@ class BeamSearch:
         """
         all_picks: list[int] = []
         width = ranked.top.shape[1]
-        for g, group in enumerate(groups):
-            task, picks = group.task, []
-            if task.error is None:
-                try:
-                    picks = self._continue_group(group, g, ranked, logits, norms, histories)
-                except Exception as error:  # of the task's own stop strings or grammar: only this task ends
-                    task.error = error
-            if group.over or task.error is not None:
+        lists = ranked.top.tolist(), ranked.parents.tolist(), ranked.tokens.tolist()
+        for g, (group, scores, parents, tokens) in enumerate(zip(groups, *lists, strict=True)):
+            task = group.task
+            if task.error is not None:
+                continue
+            try:
+                picks, hypotheses = self._find_next(group, scores, parents, tokens)
+                if hypotheses:
+                    self._add_hypotheses(group, g, hypotheses, ranked, logits, norms, histories)
+                group.over = not (picks and group.can_improve(scores[picks[0]]))
+                if group.needs_check and not group.over:
+                    self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
+            except Exception as error:  # of the task's own stop strings or grammar: only this task ends
+                task.error = error
+                continue
+            if task.settings.num_beam_groups > 1:
+                possible = [i for i, score in enumerate(scores) if math.isfinite(score)]
+                group.chosen = [tokens[i] for i in (possible[: group.count] if group.over else picks)]
+            if group.over:
                 continue
             group.first, group.width = first_beam + len(all_picks), len(picks)
             group.length += 1
             all_picks += [g * width + i for i in picks]
         return all_picks
 
-    def _continue_group(
-        self,
-        group: _Beams,
-        g: int,
-        ranked: _Ranked,
-        logits: F32,
-        norms: F32,
-        histories: Sequence[StepHistory] | None,
-    ) -> list[int]:
-        """Make hypotheses of a group, and return which of the continuations ranked[g] are its next beams."""
-        scores, tokens, count = ranked.top[g].tolist(), ranked.tokens[g].tolist(), group.count
-        possible = [i for i, score in enumerate(scores) if math.isfinite(score)]
-        ends = self._ending(group, possible, ranked.parents[g].tolist(), tokens)
-        picks = [i for i in possible if i not in ends][:count]
-        hypotheses = [i for i in possible if i in ends and i < count]
-        if hypotheses:
-            self._add_hypotheses(group, g, hypotheses, ranked, logits, norms, histories)
-        group.over = not (picks and group.can_improve(scores[picks[0]]))
-        if group.task.settings.num_beam_groups > 1:
-            group.chosen = [tokens[i] for i in (possible[:count] if group.over else picks)]
-        if group.needs_check and not group.over:
-            self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
-        return picks
-
-    def _ending(
-        self, group: _Beams, continuations: Sequence[int], parents: Sequence[int], tokens: Sequence[int]
-    ) -> Sequence[int]:
-        """Return which of the continuations of a group end."""
-        if group.length + 1 >= group.task.max_tokens:
-            return continuations
-        if group.needs_check:
-            return [i for i in continuations if self._finish_reason(group, parents[i], tokens[i]) is not None]
-        end_ids = group.task.end_ids
-        return [i for i in continuations if tokens[i] in end_ids]
+    def _find_next(
+        self, group: _Beams, scores: Sequence[float], parents: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return which continuations of a group are its next beams, and which of the first `count` are hypotheses."""
+        picks: list[int] = []
+        hypotheses: list[int] = []
+        end_ids, is_last = group.task.end_ids, group.length + 1 >= group.task.max_tokens
+        for i, score in enumerate(scores):
+            if i >= group.count and len(picks) == group.count:
+                break
+            if not math.isfinite(score):  # forbidden
+                continue
+            if (
+                is_last
+                or tokens[i] in end_ids
+                or (group.needs_check and self._finish_reason(group, parents[i], tokens[i]) is not None)
+            ):
+                if i < group.count:
+                    hypotheses.append(i)
+            elif len(picks) < group.count:
+                picks.append(i)
+        return picks, hypotheses
 
     def _add_hypotheses(
         self,
