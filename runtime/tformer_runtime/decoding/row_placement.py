@@ -74,17 +74,14 @@ def mask_forbidden(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) 
 
     Cost: proportional to the number of forbidden tokens, because no row is copied.
     """
-    masked_rows = [(row, tokens) for row, tokens in zip(rows, forbidden, strict=True) if len(tokens)]
-    if not masked_rows:
+    if not any(map(len, forbidden)):
         yield
         return
-    first_tokens = masked_rows[0][1]
-    if len({id(tokens) for _, tokens in masked_rows}) == 1:  # frequent: rules that read lengths alone
-        row_index: Ints = np.array([row for row, _ in masked_rows])[:, None]
-        columns = first_tokens
+    if len({id(tokens) for tokens in forbidden}) == 1:  # frequent: rules that read lengths alone
+        row_index, columns = np.array(rows)[:, None], forbidden[0]
     else:
-        row_index = np.repeat([row for row, _ in masked_rows], [len(tokens) for _, tokens in masked_rows])
-        columns = np.concatenate([tokens for _, tokens in masked_rows])
+        row_index = np.repeat(rows, [len(tokens) for tokens in forbidden])
+        columns = np.concatenate(forbidden)
     saved = logits[row_index, columns]
     logits[row_index, columns] = -np.inf
     try:
