@@ -190,10 +190,13 @@ class BeamSearch:
             beams, group.first = group.beams, len(kept_beams)
             kept_beams += beams
         beam_index = np.array(kept_beams, np.int64)
-        kept_rows, self._rows = np.unique(self._rows[beam_index], return_inverse=True)
+        rows = self._rows[beam_index].tolist()
+        kept_rows = sorted(set(rows))
+        new_rows = {row: i for i, row in enumerate(kept_rows)}
+        self._rows = np.array([new_rows[row] for row in rows], np.int64)
         self._histories.take(beam_index)
         self.width = len(kept_rows)
-        return kept_rows
+        return np.array(kept_rows, np.int64)
 
     def renumber(self, rows: Ints) -> None:
         self._rows = rows[self._rows]
@@ -347,7 +350,10 @@ class BeamSearch:
             try:
                 picks, hypotheses = self._find_next(group, scores, parents, tokens)
                 if hypotheses:
-                    self._add_hypotheses(group, g, hypotheses, ranked, logits, norms, histories)
+                    for i in hypotheses:
+                        continuation = parents[i], tokens[i], float(ranked.gains[g, i]), scores[i]
+                        group.done.append(self._hypothesis(group, *continuation, logits, norms, histories))
+                    group.done = sorted(group.done, key=lambda h: -h.score)[: group.max_hypotheses]
                 group.over = not (picks and group.can_improve(scores[picks[0]]))
                 if group.needs_check and not group.over:
                     self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
@@ -387,35 +393,31 @@ class BeamSearch:
                 picks.append(i)
         return picks, hypotheses
 
-    def _add_hypotheses(
+    def _hypothesis(
         self,
         group: _Beams,
-        g: int,
-        picks: Sequence[int],
-        ranked: _Ranked,
+        parent: int,
+        token: int,
+        gain: float,
+        score: float,
         logits: F32,
         norms: F32,
         histories: Sequence[StepHistory] | None,
-    ) -> None:
-        """Make hypotheses of the continuations ranked[g, picks] of a group."""
-        settings, length = group.task.settings, group.length + 1
-        for i in picks:
-            parent, beam, token = (int(array[g, i]) for array in (ranked.parents, ranked.beams, ranked.tokens))
-            row = int(self._rows[beam])
-            alternatives: tuple[Alternatives, ...] = ()
-            if settings.top_logprobs:
-                alternatives = (*group.alternatives[parent], self._top_alternatives(group, row, logits, norms))
-            group.done.append(
-                Hypothesis(
-                    (*self._generated(beam, group.length).tolist(), token),
-                    (*self._histories.logprobs[beam, : group.length].tolist(), float(ranked.gains[g, i])),
-                    float(ranked.top[g, i] / np.float32(length**settings.length_penalty)),
-                    self._finish_reason(group, parent, token) or "length",
-                    alternatives,
-                    histories[row] if histories else None,
-                )
-            )
-        group.done = sorted(group.done, key=lambda h: -h.score)[: group.max_hypotheses]
+    ) -> Hypothesis:
+        """Return the hypothesis of a continuation of a group that ends."""
+        settings, beam = group.task.settings, group.first + parent
+        row = int(self._rows[beam])
+        alternatives: tuple[Alternatives, ...] = ()
+        if settings.top_logprobs:
+            alternatives = (*group.alternatives[parent], self._top_alternatives(group, row, logits, norms))
+        return Hypothesis(
+            (*self._generated(beam, group.length).tolist(), token),
+            (*self._histories.logprobs[beam, : group.length].tolist(), gain),
+            float(np.float32(score) / np.float32((group.length + 1) ** settings.length_penalty)),
+            self._finish_reason(group, parent, token) or "length",
+            alternatives,
+            histories[row] if histories else None,
+        )
 
     def _update_beams(self, group: _Beams, parents: Ints, tokens: Ints, logits: F32, norms: F32) -> None:
         """Update the alternatives and the guides of a group for its next beams."""

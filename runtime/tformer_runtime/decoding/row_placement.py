@@ -25,30 +25,26 @@ def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]
     """
     rows = parents.tolist()
     places = [-1] * len(rows)
-    children = {} if requests is None else _rows_of_requests(requests[parents].tolist())
-    if len(children) < len(rows) and len({len(members) for members in children.values()}) == 1:
+    children: dict[int, list[int]] = {}  # of each request
+    if requests is not None:
+        for row, request in enumerate(requests[parents].tolist()):
+            children.setdefault(request, []).append(row)
+    if requests is not None and len(children) < len(rows) and len({*map(len, children.values())}) == 1:
         size = len(rows) // len(children)
+        # The first beams of a request have one row in front of them, but the context of a request stays where it is.
+        block_of = {request: block for block, request in enumerate(dict.fromkeys(requests.tolist()))}
+        block_requests = sorted(children)
         blocks = [-1] * len(children)
-        members_in_order = [children[request] for request in sorted(children)]
-        _assign_places(
-            [rows[members[0]] // size for members in members_in_order], range(len(blocks)), range(len(blocks)), blocks
-        )
-        for members, block in zip(members_in_order, blocks, strict=True):
-            _assign_places(rows, members, range(block * size, (block + 1) * size), places)
+        everything = range(len(children))
+        _assign_places([block_of[request] for request in block_requests], everything, everything, blocks)
+        for request, block in zip(block_requests, blocks, strict=True):
+            _assign_places(rows, children[request], range(block * size, (block + 1) * size), places)
     else:
         _assign_places(rows, range(len(rows)), range(len(rows)), places)
     place_array = np.array(places, np.int64)
     order = np.empty(len(rows), np.int64)
     order[place_array] = parents
     return place_array, order
-
-
-def _rows_of_requests(requests: Sequence[int]) -> dict[int, list[int]]:
-    """Return the rows of each request. requests: (rows,) the number of each row's request."""
-    rows: dict[int, list[int]] = {}
-    for row, request in enumerate(requests):
-        rows.setdefault(request, []).append(row)
-    return rows
 
 
 def _assign_places(parents: Sequence[int], rows: Sequence[int], free_places: range, places: list[int]) -> None:

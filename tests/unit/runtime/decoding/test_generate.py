@@ -322,6 +322,15 @@ def test_rows_of_a_request_are_adjacent(data):
         assert int((order == np.arange(len(parents))).sum()) == len(set(parents.tolist()))
 
 
+@pytest.mark.parametrize(("counts", "size"), [([1, 1, 1, 1, 1], 3), ([2, 2, 1, 1], 2), ([4, 4, 1], 4)])
+def test_first_beams_leave_their_requests_in_order(counts, size):
+    """So the context, which the beams of a request share, need not move."""
+    requests = np.repeat(np.arange(len(counts)) + 7, counts)
+    parents = np.concatenate([np.resize(np.flatnonzero(requests == r), size) for r in dict.fromkeys(requests.tolist())])
+    _, order = place_rows(parents, requests)
+    assert requests[order].tolist() == np.repeat(np.arange(len(counts)) + 7, size).tolist()
+
+
 def test_padded_rows_keep_their_lengths():
     tokens, counts = pad_rows([np.array([1, 2, 3]), np.array([4])])
     assert tokens.tolist() == [[1, 2, 3], [4, 0, 0]]
