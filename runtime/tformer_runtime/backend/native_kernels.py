@@ -316,7 +316,6 @@ class NativeRanking:
         return numbers[0], numbers[1], places[0], places[1]
 
 
-@cache
 def find_native_ranking() -> NativeRanking | None:
     """Return the ranking of beams by the library; None without it, or if TFORMER_KERNELS is 0."""
     loaded = _load_library() if os.environ.get(VARIABLE) != OFF else None

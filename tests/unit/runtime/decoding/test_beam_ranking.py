@@ -90,8 +90,6 @@ def test_first_of_many_equal_values_are_the_best(columns):
 @pytest.mark.skipif(NATIVE is None, reason="native kernels are not built: make kernels")
 def test_kernels_rank_beams_unless_they_are_turned_off(monkeypatch):
     monkeypatch.setenv(VARIABLE, OFF)
-    find_native_ranking.cache_clear()
     assert find_ranking() is rank_beams
     monkeypatch.undo()
-    find_native_ranking.cache_clear()
     assert isinstance(find_ranking(), NativeRanking)
