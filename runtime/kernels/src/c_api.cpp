@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <new>
 
+#include "beams.h"
 #include "export.h"
 #include "packing.h"
 #include "paths.h"
@@ -12,7 +13,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 7;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 8;  // grows whenever a function or the operator changes
 
 int64_t keep(Packed packed) {
   return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
@@ -96,6 +97,20 @@ TFORMER_EXPORT int64_t tformer_kernels_multiply_float(int64_t handle, const floa
     auto matrix = find_matrix(handle);
     if (!matrix || matrix->bits != FLOAT_BITS) return static_cast<int64_t>(Refusal::SHAPE);
     multiply(FloatCall{matrix.get(), x, out, rows, {}}, run_alone, nullptr);
+    return 0;
+  });
+}
+
+// Returns 0, or a `Refusal`. Rows of beams must be rows of the logits.
+TFORMER_EXPORT int64_t tformer_kernels_rank_beams(const float* logits, uint64_t row_stride, uint64_t vocabulary,
+                                                  const float* norms, const int64_t* rows, const float* scores,
+                                                  uint64_t groups, uint64_t beams, uint64_t width, float* numbers,
+                                                  int64_t* places) {
+  return guarded([&]() -> int64_t {
+    if (width == 0) return static_cast<int64_t>(Refusal::SHAPE);
+    const size_t size = groups * width;
+    rank_beams(BeamStep{logits, norms, rows, scores, row_stride, vocabulary, groups, beams},
+               RankedBeams{numbers, numbers + size, places, places + size, width});
     return 0;
   });
 }

@@ -3,10 +3,12 @@
 // it runs under sanitizers and in an emulator of another processor.
 //
 //     compare_paths [ROUNDS] [SEED]
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -32,6 +34,9 @@ int32_t tformer_kernels_matrices();
 int64_t tformer_kernels_multiply(int64_t handle, const float* x, uint64_t rows, float* out, int32_t magnitude,
                                  float floor, float step, int32_t zero, int32_t reciprocal, float fixed_scale,
                                  int32_t column_first);
+int64_t tformer_kernels_rank_beams(const float* logits, uint64_t row_stride, uint64_t vocabulary, const float* norms,
+                                   const int64_t* rows, const float* scores, uint64_t groups, uint64_t beams,
+                                   uint64_t width, float* numbers, int64_t* places);
 }
 
 namespace {
@@ -295,6 +300,45 @@ void compare_elementwise(const std::vector<std::string>& paths) {
   }
 }
 
+// The best continuations of a group of beams are those of a stable sort.
+void compare_beams() {
+  const size_t beams = 1 + below(5), width = 1 + below(10), vocabulary = 1 + below(200);
+  std::vector<float> logits = numbers(beams * vocabulary, uniform), norms = numbers(beams, uniform);
+  std::vector<float> scores = numbers(beams, uniform), top(2 * width);
+  for (float& logit : logits) logit = below(4) ? std::round(logit * 8) : -INFINITY;
+  std::vector<int64_t> rows(beams), places(2 * width);
+  for (size_t b = 0; b < beams; b++) rows[b] = static_cast<int64_t>(beams - 1 - b);
+  struct Continuation {
+    float score, gain;
+    size_t beam, token;
+  };
+  std::vector<Continuation> all;
+  for (size_t b = 0; b < beams; b++) {
+    const float* row = logits.data() + (beams - 1 - b) * vocabulary;
+    std::vector<size_t> tokens(vocabulary);
+    std::iota(tokens.begin(), tokens.end(), 0);
+    std::stable_sort(tokens.begin(), tokens.end(), [&](size_t i, size_t j) { return row[i] > row[j]; });
+    for (size_t i = 0; i < std::min(width, vocabulary) && row[tokens[i]] > -INFINITY; i++) {
+      const float gain = row[tokens[i]] - norms[beams - 1 - b];
+      all.push_back({gain + scores[b], gain, b, tokens[i]});
+    }
+  }
+  std::stable_sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.score > b.score; });
+  if (tformer_kernels_rank_beams(logits.data(), vocabulary, vocabulary, norms.data(), rows.data(), scores.data(), 1, beams,
+                                 width, top.data(), places.data()) != 0)
+    std::abort();
+  for (size_t i = 0; i < width; i++) {
+    const bool exists = i < all.size();
+    if (exists ? top[i] != all[i].score || top[width + i] != all[i].gain ||
+                     places[i] != static_cast<int64_t>(all[i].beam) ||
+                     places[width + i] != static_cast<int64_t>(all[i].token)
+               : top[i] != -INFINITY) {
+      std::fprintf(stderr, "beams: %zu beams, width %zu, vocabulary %zu, place %zu\n", beams, width, vocabulary, i);
+      std::abort();
+    }
+  }
+}
+
 // Sizes and handles that must be refused before anything is read.
 void give_nonsense(const std::vector<std::string>& paths) {
   const uint64_t sizes[] = {0, 65536, uint64_t{1} << 25, uint64_t{1} << 63, ~uint64_t{0}};
@@ -341,6 +385,7 @@ int main(int count, char** arguments) {
     compare_floats(test, paths);
     compare_attention(paths);
     compare_elementwise(paths);
+    compare_beams();
   }
   if (tformer_kernels_matrices() != 0) std::abort();
   std::printf("%d products, attentions, activations, gates and norms are the same on", rounds);

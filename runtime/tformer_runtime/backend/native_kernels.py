@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.format.manifest import DecodeStage, Manifest
@@ -39,7 +39,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
-VERSION = 7  # of the library's functions and operator
+VERSION = 8  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -245,14 +245,11 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
 
     wanted: as in TFORMER_KERNELS; empty for the path that is fastest here.
     """
-    file = _library_file() if wanted != OFF else None
-    if file is None:
+    loaded = _load_library() if wanted != OFF else None
+    if loaded is None:
         return None
+    library, file = loaded
     try:
-        library = ctypes.CDLL(os.fspath(file))
-        if library.tformer_kernels_version() != VERSION:
-            logger.info("native kernels: %s has another version than this runtime", file)
-            return None
         onnxruntime.SessionOptions().register_custom_ops_library(os.fspath(file))
         if not library.tformer_kernels_registered():
             logger.info("native kernels: this onnxruntime has another interface than %s expects", file)
@@ -270,6 +267,68 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
     has_attention = PRODUCTS_ALONE not in parts and (bool(chosen) or path in ATTENTION_PATHS)
     attention_path = places[path] if has_attention else None
     return NativeKernels(library, file, path, bits, attention_path, APART not in parts, list(places))
+
+
+@cache
+def _load_library() -> tuple[ctypes.CDLL, Path] | None:
+    """Return the library and its file; None if there is none of this version.
+
+    onnxruntime must have been imported before: streams of C++ cannot read numbers in a library that was loaded first.
+    """
+    file = _library_file()
+    if file is None:
+        return None
+    try:
+        library = ctypes.CDLL(os.fspath(file))
+        version = library.tformer_kernels_version()
+    except (OSError, AttributeError) as error:  # damaged, or for another system
+        logger.info("native kernels: %s cannot be loaded: %s", file, error)
+        return None
+    if version != VERSION:
+        logger.info("native kernels: %s has another version than this runtime", file)
+        return None
+    return library, file
+
+
+def _reference(array: Array) -> Any:
+    """Return a reference to the numbers of a writable array for a call. It takes a quarter of the time of `.ctypes`."""
+    return ctypes.byref(ctypes.c_char.from_buffer(array.data))
+
+
+class NativeRanking:
+    """`decoding.beam_ranking.rank_beams` by the library. Cost: one pass over the logits of the beams."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_uint64
+        self._rank = library.tformer_kernels_rank_beams
+        self._rank.argtypes = [pointer, size, size, pointer, pointer, pointer, size, size, size, pointer, pointer]
+        self._rank.restype = ctypes.c_int64
+
+    def __call__(self, logits: F32, norms: F32, rows: Ints, scores: F32, width: int) -> tuple[F32, F32, Ints, Ints]:
+        if logits.strides[1] != logits.itemsize:
+            logits = np.ascontiguousarray(logits)
+        shape = len(rows), width
+        numbers, places = np.empty((2, *shape), np.float32), np.empty((2, *shape), np.int64)
+        refusal = self._rank(
+            logits.ctypes.data, logits.strides[0] // logits.itemsize, logits.shape[1], _reference(norms),
+            _reference(np.ascontiguousarray(rows)), _reference(np.ascontiguousarray(scores)), *rows.shape, width,
+            _reference(numbers), _reference(places),
+        )  # fmt: skip
+        if refusal:
+            raise MemoryError
+        return numbers[0], numbers[1], places[0], places[1]
+
+
+def find_native_ranking() -> NativeRanking | None:
+    """Return the ranking of beams by the library; None without it, or if TFORMER_KERNELS is 0."""
+    if os.environ.get(VARIABLE) == OFF:
+        return None
+    try:
+        import_onnxruntime()
+    except MissingExtraError:
+        return None
+    loaded = _load_library()
+    return None if loaded is None else NativeRanking(loaded[0])
 
 
 def _supported_paths(library: ctypes.CDLL) -> dict[str, int]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
-from tformer_runtime.base.arrays import F32, Bools, Ints
+from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, OptionError
+from tformer_runtime.decoding.beam_ranking import best, find_ranking
 from tformer_runtime.decoding.constraints import Guide
 from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
@@ -36,13 +37,14 @@ from tformer_runtime.decoding.sequence import (
 from tformer_runtime.engine.step_outputs import StepHistory
 
 _FIRST_CAPACITY = 16  # generated ids of a row
+_NO_BEAMS = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
 
 
 class _Histories:
-    """The generated ids of each row. All tasks share the arrays, so that a step costs a few operations for all rows.
+    """The generated ids of each beam. All tasks share the arrays, so that a step costs a few operations for all beams.
 
-    ids, logprobs: (rows, capacity), of which each row uses its `lengths` (rows,).
-    scores: (rows,) summed log-probabilities after rules.
+    ids, logprobs: (beams, capacity), of which each beam uses its `lengths` (beams,).
+    scores: (beams,) summed log-probabilities after rules.
     """
 
     def __init__(self) -> None:
@@ -55,31 +57,35 @@ class _Histories:
         return len(self.scores)
 
     def add(self, count: int) -> None:
-        """Add rows that have generated nothing, after the existing rows."""
-        padding = ((0, count), (0, 0))
-        self.ids, self.logprobs = np.pad(self.ids, padding), np.pad(self.logprobs, padding)
-        self.lengths, self.scores = np.pad(self.lengths, padding[0]), np.pad(self.scores, padding[0])
+        """Add beams that have generated nothing, after the existing beams."""
+        shape = count, self.ids.shape[1]
+        self.ids = np.concatenate([self.ids, np.zeros(shape, np.int64)])
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(shape, np.float32)])
+        self.lengths = np.concatenate([self.lengths, np.zeros(count, np.int64)])
+        self.scores = np.concatenate([self.scores, np.zeros(count, np.float32)])
 
-    def take(self, rows: Ints) -> None:
-        """Replace row i by row rows[i]."""
-        self.ids, self.logprobs = self.ids[rows], self.logprobs[rows]
-        self.lengths, self.scores = self.lengths[rows], self.scores[rows]
+    def take(self, beams: Ints) -> None:
+        """Replace beam i by beam beams[i]."""
+        self.ids, self.logprobs = self.ids.take(beams, 0), self.logprobs.take(beams, 0)
+        self.lengths, self.scores = self.lengths.take(beams), self.scores.take(beams)
 
     def append(self, tokens: Ints, gains: F32, scores: F32) -> None:
-        """Append a token to every row, with its log-probability and the sum up to it. All arguments are (rows,)."""
+        """Append a token to every beam, with its log-probability and the sum up to it. All arguments are (beams,)."""
         capacity = self.ids.shape[1]
         if len(self) and int(self.lengths.max()) == capacity:
             padding = ((0, 0), (0, capacity))
             self.ids, self.logprobs = np.pad(self.ids, padding), np.pad(self.logprobs, padding)
-        row = np.arange(len(self))
-        self.ids[row, self.lengths], self.logprobs[row, self.lengths] = tokens, gains
-        self.lengths = self.lengths + 1
+        beam = np.arange(len(self))
+        self.ids[beam, self.lengths], self.logprobs[beam, self.lengths] = tokens, gains
+        self.lengths += 1
         self.scores = scores
 
 
 class _Beams:
-    """One group of a task's beams: its rows, and the number of tokens that each of them has generated.
+    """One group of a task's beams: neighbours among the beams of the search, and the number of tokens that each of them
+    has generated.
 
+    first, width: the first beam, and the number of beams; one until the first tokens are known.
     guides, alternatives: of each beam, if the task has a grammar or returns alternatives.
     chosen: the tokens of the latest step, if later groups need them.
     done: the hypotheses, best first.
@@ -87,10 +93,10 @@ class _Beams:
     needs_check: whether continuations must be checked one by one.
     """
 
-    def __init__(self, task: SequenceTask, count: int, row: int) -> None:
+    def __init__(self, task: SequenceTask, count: int, first: int) -> None:
         settings = task.settings
         self.task, self.count, self.length, self.over = task, count, 0, False
-        self.rows = np.array([row])  # one beam until the first tokens are known
+        self.first, self.width = first, 1
         self.guides = [task.guide] if task.guide is not None else []
         self.alternatives: list[tuple[Alternatives, ...]] = [()] if settings.top_logprobs else []
         self.chosen: list[int] = []
@@ -99,8 +105,8 @@ class _Beams:
         self.needs_check = task.truncates_text is not None or task.guide is not None or settings.top_logprobs > 0
 
     @property
-    def width(self) -> int:
-        return len(self.rows)
+    def beams(self) -> range:
+        return range(self.first, self.first + self.width)
 
     def advanced_guide(self, parent: int, token: int) -> Guide:
         guide = self.guides[parent].copy()
@@ -127,20 +133,22 @@ class _Beams:
 class _Ranked:
     """The best continuations of several groups. Each array is (groups, width).
 
-    top: summed scores.
-    beams, rows: the beams that are continued, and their rows.
+    top: summed scores; of tokens that are not allowed they are not finite.
+    parents: the beams that are continued, counted within their group.
+    beams: the same, counted within the search.
     tokens, gains: the tokens and their log-probabilities.
-    possible: whether the tokens are allowed.
-    ended: whether the continuations end.
     """
 
     top: F32
+    parents: Ints
     beams: Ints
-    rows: Ints
     tokens: Ints
     gains: F32
-    possible: Bools
-    ended: Bools
+
+    def take(self, picks: Sequence[int]) -> tuple[Ints, Ints, F32, F32]:
+        """Return beams, tokens, gains and scores of some continuations. picks: indices in the flat arrays."""
+        index = np.array(picks, np.int64)
+        return self.beams.take(index), self.tokens.take(index), self.gains.take(index), self.top.take(index)
 
 
 class BeamSearch:
@@ -155,35 +163,43 @@ class BeamSearch:
         self.tasks: list[SequenceTask] = []
         self._beams: dict[SequenceTask, list[_Beams]] = {}
         self._histories = _Histories()
+        self._rank_beams = find_ranking()
+        self._rows: Ints = np.zeros(0, np.int64)  # of the logits, for each beam
+        self.width = 0
 
     @property
     def num_sequences(self) -> int:
         return len(self.tasks)
 
-    @property
-    def width(self) -> int:
-        return len(self._histories)
-
     def add(self, tasks: Sequence[SequenceTask]) -> None:
+        rows: list[int] = []
         for row, task in enumerate(tasks, self.width):
             groups, beams = task.settings.num_beam_groups, task.settings.num_beams
             self.tasks.append(task)
-            self._beams[task] = [_Beams(task, beams // groups, row) for _ in range(groups)]
-        self._histories.add(len(tasks))
+            first = len(self._rows) + len(rows)
+            self._beams[task] = [_Beams(task, beams // groups, first + i) for i in range(groups)]
+            rows += [row] * groups
+        self._histories.add(len(rows))
+        self._rows = np.concatenate([self._rows, np.array(rows, np.int64)])
+        self.width += len(tasks)
 
     def drop(self, is_finished: Callable[[SequenceTask], bool]) -> Ints:
         self._remove(is_finished)
-        rows = [group.rows for group in self._unfinished()]
-        kept_rows = np.unique(np.concatenate([np.zeros(0, np.int64), *rows]))
+        kept_beams: list[int] = []
         for group in self._unfinished():
-            group.rows = np.searchsorted(kept_rows, group.rows)
-        self._histories.take(kept_rows)
-        return kept_rows
+            beams, group.first = group.beams, len(kept_beams)
+            kept_beams += beams
+        beam_index = np.array(kept_beams, np.int64)
+        rows = self._rows[beam_index].tolist()
+        kept_rows = sorted(set(rows))
+        new_rows = {row: i for i, row in enumerate(kept_rows)}
+        self._rows = np.array([new_rows[row] for row in rows], np.int64)
+        self._histories.take(beam_index)
+        self.width = len(kept_rows)
+        return np.array(kept_rows, np.int64)
 
     def renumber(self, rows: Ints) -> None:
-        for group in self._unfinished():
-            group.rows = rows[group.rows]
-        self._histories.take(np.argsort(rows))
+        self._rows = rows[self._rows]
 
     def advance(
         self,
@@ -197,24 +213,23 @@ class BeamSearch:
         if kept is not None:
             logits, norms = logits[kept], norms[kept]
             histories = None if histories is None else [histories[i] for i in kept]
-        rows, tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        gains, scores = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
-        first_row = 0
+        parts: list[tuple[Ints, Ints, F32, F32]] = []  # beams that continue, tokens, gains and scores
+        num_beams = 0
         for level in range(max((len(groups) for groups in self._beams.values()), default=0)):
             for width, groups in self._rankable(level):
                 ranked = self._rank(groups, level, width, logits, norms)
-                going, picks = self._continue(groups, ranked, logits, norms, histories, first_row)
-                rows.append(ranked.rows[going, picks])
-                tokens.append(ranked.tokens[going, picks])
-                gains.append(ranked.gains[going, picks])
-                scores.append(ranked.top[going, picks])
-                first_row += len(going)
+                picks = self._continue(groups, ranked, logits, norms, histories, num_beams)
+                parts.append(ranked.take(picks))
+                num_beams += len(picks)
         for task, groups in self._beams.items():
             if not task.finished and all(group.over for group in groups):
                 self._finish(task, groups)
-        parents, new_tokens = np.concatenate(rows), np.concatenate(tokens)
-        self._histories.take(parents)
-        self._histories.append(new_tokens, np.concatenate(gains), np.concatenate(scores))
+        continued, new_tokens, gains, scores = (
+            parts[0] if len(parts) == 1 else (np.concatenate(arrays) for arrays in zip(_NO_BEAMS, *parts, strict=True))
+        )
+        self._histories.take(continued)
+        self._histories.append(new_tokens, gains, scores)
+        parents, self._rows, self.width = self._rows[continued], np.arange(num_beams), num_beams
         if any(task.finished for task in self.tasks):
             kept_rows = self.drop(lambda task: task.finished)
             parents, new_tokens = parents[kept_rows], new_tokens[kept_rows]
@@ -222,10 +237,10 @@ class BeamSearch:
 
     def _drop_without_numbers(self, norms: F32) -> Ints | None:
         """Drop the tasks with logits that are NaN or infinite. Return the rows that are kept; None if all are."""
-        if (norms < np.inf).all():
+        if norms.max(initial=-np.inf) < np.inf:  # not so if one is NaN
             return None
         for task, groups in self._beams.items():
-            if any(not (norms[group.rows] < np.inf).all() for group in groups if not group.over):
+            if any(not (norms[self._rows[group.beams]] < np.inf).all() for group in groups if not group.over):
                 task.error = InputError(NOT_FINITE)
         return self.drop(lambda task: task.finished)
 
@@ -247,45 +262,28 @@ class BeamSearch:
 
         logits, norms: of all rows; a logit minus the norm of its row is a log-probability.
         """
-        rows = np.array([group.rows for group in groups])  # (groups, beams)
-        group_index = np.arange(len(groups))[:, None]
-        scores = self._histories.scores[rows]
+        first_beams = np.array([[group.first] for group in groups])
+        beams = first_beams + np.arange(groups[0].width)  # (groups, beams)
+        rows, scores = self._rows[beams], self._histories.scores[beams]
         forbidden = None if level else self._forbidden(groups)
         if forbidden is not None:
-            # Each row's best by its logits: norm and score so far shift all values of a row alike.
-            flat_rows = rows.ravel()
-            is_whole_batch = len(flat_rows) >= len(logits)
-            with mask_forbidden(logits, flat_rows.tolist(), forbidden):
-                top, tokens = best(logits if is_whole_batch else logits[flat_rows], width)
-            if is_whole_batch:
-                top, tokens = top[flat_rows], tokens[flat_rows]
-            top = (top - norms[rows].reshape(-1, 1)).reshape(*rows.shape, width) + scores[:, :, None]
-            top, picks = best(top.reshape(len(groups), -1), width)
-            tokens = tokens.reshape(len(groups), -1)[group_index, picks]
-            beams = picks // width
+            with mask_forbidden(logits, rows.ravel().tolist(), forbidden):
+                top, gains, parents, tokens = self._rank_beams(logits, norms, rows, scores, width)
         else:
             steps = logits[rows] - norms[rows][:, :, None]
             for group, group_scores in zip(groups, steps, strict=True):
                 self._apply_rules(group, level, group_scores)
             steps += scores[:, :, None]
             top, picks = best(steps.reshape(len(groups), -1), width)
-            beams, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
-        chosen_rows = rows[group_index, beams]
-        gains = logits[chosen_rows, tokens] - norms[chosen_rows]
-        return _Ranked(
-            top,
-            beams,
-            chosen_rows,
-            tokens,
-            gains,
-            np.isfinite(top),
-            self._find_ended(groups, chosen_rows, beams, tokens),
-        )
+            parents, tokens = picks // steps.shape[-1], picks % steps.shape[-1]
+            chosen_rows = rows[np.arange(len(groups))[:, None], parents]
+            gains = logits[chosen_rows, tokens] - norms[chosen_rows]
+        return _Ranked(top, parents, first_beams + parents, tokens, gains)
 
     def _beam_ids(self, group: _Beams) -> Iterator[Ints]:
         """Yield the ids of each beam, with the prompt."""
-        for row in group.rows.tolist():
-            yield np.concatenate([group.task.prompt, self._generated(row, group.length)])
+        for beam in group.beams:
+            yield np.concatenate([group.task.prompt, self._generated(beam, group.length)])
 
     def _forbidden(self, groups: list[_Beams]) -> list[Ints] | None:
         """Return the forbidden next ids of each beam of some groups; None if their rules and grammars do more than
@@ -328,25 +326,6 @@ class BeamSearch:
         except Exception as error:  # of the task's own rule: only this task ends
             task.error = error
 
-    def _find_ended(self, groups: list[_Beams], rows: Ints, beams: Ints, tokens: Ints) -> Bools:
-        """Return which continuations end."""
-        ended: Bools = np.zeros(tokens.shape, np.bool_)
-        for end in groups[0].task.end_ids:
-            ended |= tokens == end
-        for g, group in enumerate(groups):
-            if group.length + 1 >= group.task.max_tokens:
-                ended[g] = True
-            if not group.needs_check or group.task.error is not None:
-                continue
-            try:
-                continuations = zip(rows[g].tolist(), beams[g].tolist(), tokens[g].tolist(), strict=True)
-                ended[g] = [
-                    self._finish_reason(group, row, beam, token) is not None for row, beam, token in continuations
-                ]
-            except Exception as error:  # of the task's own stop strings or grammar: only this task ends
-                group.task.error = error
-        return ended
-
     def _continue(
         self,
         groups: list[_Beams],
@@ -354,67 +333,95 @@ class BeamSearch:
         logits: F32,
         norms: F32,
         histories: Sequence[StepHistory] | None,
-        first_row: int,
-    ) -> tuple[Ints, Ints]:
+        first_beam: int,
+    ) -> list[int]:
         """Make hypotheses and the next beams from the best continuations.
 
-        The next beams are the continuations ranked[group_index, picks] of all unfinished groups. Their rows are counted
-        from `first_row`.
+        Return the indices of the next beams of all unfinished groups in the flat arrays of `ranked`. The beams are
+        counted from `first_beam`.
         """
-        count = groups[0].count
-        going = ranked.possible & ~ranked.ended
-        following = np.argsort(~going, axis=1, kind="stable")[:, :count]
-        widths = going.sum(1).tolist()
-        has_ended: list[bool] = np.any((ranked.ended & ranked.possible)[:, :count], axis=1).tolist()
-        all_picks: list[Ints] = []
-        group_index: list[int] = []
-        for g, group in enumerate(groups):
-            task, picks = group.task, following[g, : widths[g]]
-            try:
-                if task.error is None and has_ended[g]:
-                    self._add_hypotheses(group, g, ranked, logits, norms, histories)
-                if task.error is None and not (len(picks) and group.can_improve(float(ranked.top[g, picks[0]]))):
-                    group.over, group.chosen = True, ranked.tokens[g][ranked.possible[g]][:count].tolist()
-                if group.needs_check and not group.over and task.error is None:
-                    self._update_beams(group, ranked.beams[g][picks], ranked.tokens[g][picks], logits, norms)
-            except Exception as error:  # of the task's own grammar: only this task ends
-                task.error = error
-            if group.over or task.error is not None:
+        all_picks: list[int] = []
+        width = ranked.top.shape[1]
+        lists = ranked.top.tolist(), ranked.parents.tolist(), ranked.tokens.tolist()
+        for g, (group, scores, parents, tokens) in enumerate(zip(groups, *lists, strict=True)):
+            task = group.task
+            if task.error is not None:
                 continue
-            group.rows = np.arange(first_row, first_row + len(picks))
-            group.length += 1
-            first_row += len(picks)
+            try:
+                picks, hypotheses = self._find_next(group, scores, parents, tokens)
+                if hypotheses:
+                    for i in hypotheses:
+                        continuation = parents[i], tokens[i], float(ranked.gains[g, i]), scores[i]
+                        group.done.append(self._hypothesis(group, *continuation, logits, norms, histories))
+                    group.done = sorted(group.done, key=lambda h: -h.score)[: group.max_hypotheses]
+                group.over = not (picks and group.can_improve(scores[picks[0]]))
+                if group.needs_check and not group.over:
+                    self._update_beams(group, ranked.parents[g][picks], ranked.tokens[g][picks], logits, norms)
+            except Exception as error:  # of the task's own stop strings or grammar: only this task ends
+                task.error = error
+                continue
             if task.settings.num_beam_groups > 1:
-                group.chosen = ranked.tokens[g][picks].tolist()
-            all_picks.append(picks)
-            group_index += [g] * len(picks)
-        return np.array(group_index, np.int64), np.concatenate(all_picks) if all_picks else np.zeros(0, np.int64)
+                possible = [i for i, score in enumerate(scores) if math.isfinite(score)]
+                group.chosen = [tokens[i] for i in (possible[: group.count] if group.over else picks)]
+            if group.over:
+                continue
+            group.first, group.width = first_beam + len(all_picks), len(picks)
+            group.length += 1
+            all_picks += [g * width + i for i in picks]
+        return all_picks
 
-    def _add_hypotheses(
-        self, group: _Beams, g: int, ranked: _Ranked, logits: F32, norms: F32, histories: Sequence[StepHistory] | None
-    ) -> None:
-        """Make hypotheses of the first continuations of a group that end."""
-        settings, length = group.task.settings, group.length + 1
-        for c in np.flatnonzero((ranked.ended & ranked.possible)[g, : group.count]).tolist():
-            row, beam, token = int(ranked.rows[g, c]), int(ranked.beams[g, c]), int(ranked.tokens[g, c])
-            alternatives: tuple[Alternatives, ...] = ()
-            if settings.top_logprobs:
-                alternatives = (*group.alternatives[beam], self._top_alternatives(group, row, logits, norms))
-            group.done.append(
-                Hypothesis(
-                    (*self._generated(row, group.length).tolist(), token),
-                    (*self._histories.logprobs[row, : group.length].tolist(), float(ranked.gains[g, c])),
-                    float(ranked.top[g, c] / np.float32(length**settings.length_penalty)),
-                    self._finish_reason(group, row, beam, token) or "length",
-                    alternatives,
-                    histories[row] if histories else None,
-                )
-            )
-        group.done = sorted(group.done, key=lambda h: -h.score)[: group.max_hypotheses]
+    def _find_next(
+        self, group: _Beams, scores: Sequence[float], parents: Sequence[int], tokens: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Return which continuations of a group are its next beams, and which of the first `count` are hypotheses."""
+        picks: list[int] = []
+        hypotheses: list[int] = []
+        end_ids, is_last = group.task.end_ids, group.length + 1 >= group.task.max_tokens
+        for i, score in enumerate(scores):
+            if i >= group.count and len(picks) == group.count:
+                break
+            if not math.isfinite(score):  # forbidden
+                continue
+            if (
+                is_last
+                or tokens[i] in end_ids
+                or (group.needs_check and self._finish_reason(group, parents[i], tokens[i]) is not None)
+            ):
+                if i < group.count:
+                    hypotheses.append(i)
+            elif len(picks) < group.count:
+                picks.append(i)
+        return picks, hypotheses
+
+    def _hypothesis(
+        self,
+        group: _Beams,
+        parent: int,
+        token: int,
+        gain: float,
+        score: float,
+        logits: F32,
+        norms: F32,
+        histories: Sequence[StepHistory] | None,
+    ) -> Hypothesis:
+        """Return the hypothesis of a continuation of a group that ends."""
+        settings, beam = group.task.settings, group.first + parent
+        row = int(self._rows[beam])
+        alternatives: tuple[Alternatives, ...] = ()
+        if settings.top_logprobs:
+            alternatives = (*group.alternatives[parent], self._top_alternatives(group, row, logits, norms))
+        return Hypothesis(
+            (*self._generated(beam, group.length).tolist(), token),
+            (*self._histories.logprobs[beam, : group.length].tolist(), gain),
+            float(np.float32(score) / np.float32((group.length + 1) ** settings.length_penalty)),
+            self._finish_reason(group, parent, token) or "length",
+            alternatives,
+            histories[row] if histories else None,
+        )
 
     def _update_beams(self, group: _Beams, parents: Ints, tokens: Ints, logits: F32, norms: F32) -> None:
         """Update the alternatives and the guides of a group for its next beams."""
-        rows = group.rows[parents].tolist()
+        rows = self._rows[group.first + parents].tolist()
         if group.task.settings.top_logprobs:
             group.alternatives = [
                 (*group.alternatives[p], self._top_alternatives(group, row, logits, norms))
@@ -423,21 +430,21 @@ class BeamSearch:
         if group.guides:
             group.guides = [group.advanced_guide(p, t) for p, t in zip(parents.tolist(), tokens.tolist(), strict=True)]
 
-    def _generated(self, row: int, length: int) -> Ints:
-        """Return the generated ids of a row."""
-        return self._histories.ids[row, :length]
+    def _generated(self, beam: int, length: int) -> Ints:
+        """Return the generated ids of a beam."""
+        return self._histories.ids[beam, :length]
 
     def _top_alternatives(self, group: _Beams, row: int, logits: F32, norms: F32) -> Alternatives:
         return top_alternatives(logits[row] - norms[row], group.task.settings.top_logprobs)
 
-    def _finish_reason(self, group: _Beams, row: int, beam: int, token: int) -> FinishReason | None:
-        """Return why a continuation ends; None if it continues."""
+    def _finish_reason(self, group: _Beams, parent: int, token: int) -> FinishReason | None:
+        """Return why a continuation of a beam of a group ends; None if it continues."""
         task = group.task
         stopped = task.truncates_text is not None and task.truncates_text(
-            [*self._generated(row, group.length).tolist(), token]
+            [*self._generated(group.first + parent, group.length).tolist(), token]
         )
         if group.guides and not task.end_ids:
-            stopped = stopped or task.is_complete(group.advanced_guide(beam, token))
+            stopped = stopped or task.is_complete(group.advanced_guide(parent, token))
         return task.finish_reason(token, group.length + 1, stopped)
 
     def _finish(self, task: SequenceTask, groups: list[_Beams]) -> None:
@@ -453,42 +460,3 @@ class BeamSearch:
     def _remove(self, is_finished: Callable[[SequenceTask], bool]) -> None:
         self.tasks = [task for task in self.tasks if not is_finished(task)]
         self._beams = {task: groups for task, groups in self._beams.items() if not is_finished(task)}
-
-
-_BLOCK_COLUMNS = 32  # the fastest size: docs/design/kernels.md
-
-
-def best(scores: F32, count: int) -> tuple[F32, Ints]:
-    """Return the `count` best values of each row of (rows, columns), best first, and their columns. Equal values are in
-    the order of their columns.
-
-    If a row has fewer columns, the last values are -inf. Cost: one pass over the scores, for the maxima.
-    """
-    missing = count - scores.shape[1]
-    columns = scores.shape[1]
-    if missing > 0:
-        scores = np.concatenate([scores, np.full((len(scores), missing), -np.inf, np.float32)], 1)
-    row = np.arange(len(scores))[:, None]
-    index = _columns_with_best(scores, count) if scores.shape[1] > 4 * count * _BLOCK_COLUMNS else None
-    candidates = scores if index is None else scores[row, index]
-    picks = np.argpartition(-candidates, count - 1)[:, :count]
-    picks = picks if index is None else index[row, picks]
-    top = scores[row, picks]
-    order = np.lexsort((picks, -top))
-    return top[row, order], np.minimum(picks[row, order], columns - 1)
-
-
-def _columns_with_best(scores: F32, count: int) -> Ints:
-    """Return columns of (rows, columns) that contain the `count` best: columns of the blocks with the greatest maxima.
-
-    Partitioning a whole vocabulary is slow, and maxima are fast. They are fastest if the columns of a block are no
-    neighbours: column c is in block c mod the number of blocks.
-    """
-    rows, columns = scores.shape
-    blocks = columns // _BLOCK_COLUMNS
-    columns_of_blocks = blocks * _BLOCK_COLUMNS
-    maxima = scores[:, :columns_of_blocks].reshape(rows, _BLOCK_COLUMNS, blocks).max(1)
-    blocks_with_best = np.argpartition(-maxima, count - 1)[:, :count]
-    columns_in_blocks = (blocks_with_best[:, :, None] + blocks * np.arange(_BLOCK_COLUMNS)).reshape(rows, -1)
-    last_columns = np.broadcast_to(np.arange(columns_of_blocks, columns), (rows, columns - columns_of_blocks))
-    return np.concatenate([columns_in_blocks, last_columns], 1)

@@ -12,7 +12,7 @@ from tformer_runtime.base.arrays import F32, Ints
 
 def is_identity(rows: Ints, count: int) -> bool:
     """Return whether `rows` are all of `count` rows in their order."""
-    return len(rows) == count and bool((rows == np.arange(count)).all())
+    return len(rows) == count and rows.tolist() == list(range(count))
 
 
 def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]:
@@ -23,52 +23,45 @@ def place_rows(parents: Ints, requests: Ints | None = None) -> tuple[Ints, Ints]
         the same number of rows. Otherwise, and without `requests`, rows may go anywhere. Return the place of each row
         among 0 … n-1, and the present row that each place continues. A row takes the place of its parent if possible.
     """
-    places = _assign_places(parents)
+    rows = parents.tolist()
+    places = [-1] * len(rows)
+    children: dict[int, list[int]] = {}  # of each request
     if requests is not None:
-        first_rows, block = _number_requests(requests[parents])
-        sizes = np.bincount(block)
-        size = int(sizes[0])
-        if size > 1 and bool((sizes == size).all()):
-            blocks = _assign_places(parents[first_rows] // size)
-            places = _assign_places(parents, size, blocks[block])
-    order = np.empty(len(parents), np.int64)
-    order[places] = parents
-    return places, order
+        for row, request in enumerate(requests[parents].tolist()):
+            children.setdefault(request, []).append(row)
+    if requests is not None and len(children) < len(rows) and len({*map(len, children.values())}) == 1:
+        size = len(rows) // len(children)
+        # The first beams of a request have one row in front of them, but the context of a request stays where it is.
+        block_of = {request: block for block, request in enumerate(dict.fromkeys(requests.tolist()))}
+        block_requests = sorted(children)
+        blocks = [-1] * len(children)
+        everything = range(len(children))
+        _assign_places([block_of[request] for request in block_requests], everything, everything, blocks)
+        for request, block in zip(block_requests, blocks, strict=True):
+            _assign_places(rows, children[request], range(block * size, (block + 1) * size), places)
+    else:
+        _assign_places(rows, range(len(rows)), range(len(rows)), places)
+    place_array = np.array(places, np.int64)
+    order = np.empty(len(rows), np.int64)
+    order[place_array] = parents
+    return place_array, order
 
 
-def _number_requests(requests: Ints) -> tuple[Ints, Ints]:
-    """Return the first row of each request, and the number of each row's request, counted from 0."""
-    begins = np.empty(len(requests), np.bool_)
-    begins[0] = True
-    np.not_equal(requests[1:], requests[:-1], out=begins[1:])
-    first_rows = np.flatnonzero(begins)
-    if (np.diff(requests[first_rows]) > 0).all():  # frequent, and much faster than sorting
-        return first_rows, np.cumsum(begins) - 1
-    _, first_rows, numbers = np.unique(requests, return_index=True, return_inverse=True)
-    return first_rows, numbers
-
-
-def _assign_places(parents: Ints, size: int = 0, blocks: Ints | None = None) -> Ints:
-    """Return a place for each row: the place of its parent, if that is one of 0 … n-1 and no earlier row has it, or
-    else a free place.
-
-    blocks: the block of `size` places in which each row must be. Every block has as many rows as places.
+def _assign_places(parents: Sequence[int], rows: Sequence[int], free_places: range, places: list[int]) -> None:
+    """Write one of the free places of each row: that of its parent, if it is free and no earlier row has it, or else
+    the next. Lists are faster than arrays for the rows of most batches.
     """
-    count = len(parents)
-    places = np.full(count, -1)
-    free = np.ones(count, np.bool_)
-    first_child = np.full(int(parents.max()) + 1, -1)
-    first_child[parents[::-1]] = np.arange(count - 1, -1, -1)  # the last of equal indices counts
-    rows = np.flatnonzero(first_child >= 0)
-    first_children = first_child[rows]
-    stays = rows < count if blocks is None else rows // size == blocks[first_children]
-    places[first_children[stays]] = rows[stays]
-    free[rows[stays]] = False
-    others = np.flatnonzero(places < 0)
-    if blocks is not None:
-        others = others[np.argsort(blocks[others], kind="stable")]
-    places[others] = np.flatnonzero(free)
-    return places
+    free = dict.fromkeys(free_places)
+    others = []
+    for row in rows:
+        parent = parents[row]
+        if parent in free:
+            del free[parent]
+            places[row] = parent
+        else:
+            others.append(row)
+    for row, place in zip(others, free, strict=True):
+        places[row] = place
 
 
 @contextmanager
@@ -77,17 +70,14 @@ def mask_forbidden(logits: F32, rows: Sequence[int], forbidden: Sequence[Ints]) 
 
     Cost: proportional to the number of forbidden tokens, because no row is copied.
     """
-    masked_rows = [(row, tokens) for row, tokens in zip(rows, forbidden, strict=True) if len(tokens)]
-    if not masked_rows:
+    if not any(map(len, forbidden)):
         yield
         return
-    first_tokens = masked_rows[0][1]
-    if all(tokens is first_tokens for _, tokens in masked_rows):  # frequent: rules that read lengths alone
-        row_index: Ints = np.array([[row] for row, _ in masked_rows])
-        columns = first_tokens
+    if len({id(tokens) for tokens in forbidden}) == 1:  # frequent: rules that read lengths alone
+        row_index, columns = np.array(rows)[:, None], forbidden[0]
     else:
-        row_index = np.repeat([row for row, _ in masked_rows], [len(tokens) for _, tokens in masked_rows])
-        columns = np.concatenate([tokens for _, tokens in masked_rows])
+        row_index = np.repeat(rows, [len(tokens) for tokens in forbidden])
+        columns = np.concatenate(forbidden)
     saved = logits[row_index, columns]
     logits[row_index, columns] = -np.inf
     try:

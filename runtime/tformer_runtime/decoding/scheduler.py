@@ -426,10 +426,11 @@ class Scheduler:
         for key, search in self._searches.items():
             search_rows = self._places[key]
             logits = self._logits if is_identity(search_rows, len(self._logits)) else self._logits[search_rows]
-            numbers = search_rows.tolist()
             self.generated_tokens += search.num_sequences
             continued, new = search.advance(
-                logits, histories and [histories[i] for i in numbers], guesses and [guesses[i] for i in numbers]
+                logits,
+                histories and [histories[i] for i in search_rows.tolist()],
+                guesses and [guesses[i] for i in search_rows.tolist()],
             )
             parents.append(search_rows[continued])
             tokens.append(new)
@@ -439,32 +440,33 @@ class Scheduler:
             task.first_token_at = task.first_token_at or now
             if task.finished:
                 task.ended_at = now
-        if len(tokens) == 1 and is_identity(parents[0], len(self._logits)):  # frequent: all rows continue in place
-            self._places = dict.fromkeys(self._searches, parents[0])
+        all_parents = parents[0] if len(parents) == 1 else np.concatenate(parents)
+        stays = is_identity(all_parents, len(self._logits))
+        if stays and len(tokens) == 1:  # frequent: all rows continue in place
+            self._places = dict.fromkeys(self._searches, all_parents)
             self._logits, self._tokens = None, tokens[0][:, None]
             return
-        all_parents = np.concatenate(parents)
         if not len(all_parents):
             self.release()
             return
-        if is_identity(all_parents, len(self._logits)):
+        if stays:
             places = all_parents
         else:
             places, order = place_rows(all_parents, self._rows.requests())
             self._rows.reorder(order)
         next_tokens = np.empty((len(all_parents), 1), np.int64)
-        next_tokens[places, 0] = np.concatenate(tokens)
-        ends = np.cumsum(widths)
-        for key, end, width in zip(list(self._searches), ends, widths, strict=True):
-            search_rows = places[end - width : end]
-            order = search_rows.argsort()
-            self._places[key] = search_rows[order]
+        next_tokens[places, 0] = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+        first = 0
+        for key, width in zip(list(self._searches), widths, strict=True):
+            search_places = places[first : first + width]
+            first += width
+            search_rows = np.sort(search_places)
+            self._places[key] = search_rows
             if not width:
                 del self._searches[key], self._places[key]
-            elif not is_identity(
-                order, width
-            ):  # the search takes the order of the batch, so that logits need not be reordered
-                self._searches[key].renumber(order.argsort())
+            elif (search_rows != search_places).any():
+                # The search takes the order of the batch, so that logits need not be reordered.
+                self._searches[key].renumber(np.searchsorted(search_rows, search_places))
         self._logits, self._tokens = None, next_tokens
 
 

@@ -94,6 +94,7 @@ class SessionCall:
     def _bind(self, static_inputs: StaticInputs, decode: DecodeStage, state: State, side: int) -> Any:
         """Return an IOBinding with all inputs and outputs. side: the side of the caches that holds the past."""
         session, binding = self.session, self.session.new_binding("decode")
+        cached_rows = None if state.cache.pooled_buffers is None else state.rows  # others have the rows of the state
         bound = {name: session.host_tensor(array) for name, array in self.inputs.items()}
         bound |= dict(zip(static_inputs.context, state.encoder_context.values, strict=True))
         past = dict(zip((c.past for c in decode.caches), state.cache.past(side), strict=True))
@@ -108,10 +109,10 @@ class SessionCall:
                 bound[GATHER_IDS] = session.device_tensor(self.gather_ids)
         for name in session.input_shapes("decode"):
             tensor = bound[name] if name in bound else static_inputs.placeholders[name]
-            session.bind_input(binding, name, tensor, state.rows if name in past else None)
+            session.bind_input(binding, name, tensor, cached_rows if name in past else None)
         binding.native.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(decode.caches, state.cache.present(side), strict=True):
-            session.bind_output(binding, cache.present, present, state.rows)
+            session.bind_output(binding, cache.present, present, cached_rows)
         for name in (*state.step_extras, *([GATHERED_COLUMNS] if self.gather_ids is not None else ())):
             session.bind_new_output(binding, name)
         return binding

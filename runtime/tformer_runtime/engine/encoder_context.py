@@ -101,10 +101,13 @@ class EncoderContext:
 
     def reorder(self, rows: Ints) -> bool:
         """Replace row i by row rows[i]. Return whether there are new values to bind."""
+        requests = self.requests[rows]
         if self._session.device != "cpu":
-            self.requests = self.requests[rows]
+            self.requests = requests
             return bool(self._arrays)
-        return self._assign_rows(self.requests[rows])
+        if np.array_equal(requests, self.requests):  # frequent: beams that take the places of others of their request
+            return False
+        return self._assign_rows(requests)
 
     def padded_arrays(self, buffer_rows: Ints, capacity: int) -> list[Array]:
         """Return the context for a captured step. Cost: a copy of all of it.

@@ -402,7 +402,7 @@ class Engine:
     def reorder(self, state: State, rows: Array) -> None:
         """Replace row i by row rows[i]. Rows may repeat (beams), and be fewer (finished rows) or more than before."""
         rows = np.asarray(rows, np.int64)
-        if len(rows) == state.rows and (rows == np.arange(len(rows))).all():
+        if rows.tolist() == list(range(state.rows)):
             return
         state.check()
         state.lengths_before = None

@@ -45,6 +45,7 @@ from tformer_runtime.format.manifest import SLOT_AXIS, CacheSpec
 
 FIRST_BUFFER_SLOTS = 32  # larger buffers have twice, four times, … as many
 MAX_BUFFER_RATIO = 4  # larger multiples of the need are freed
+_FEW_ROWS = 8  # for which a loop is faster than index arrays
 GROWTH_DIVISOR = 8  # buffers get 1/8 more slots than needed if rows will grow
 
 
@@ -192,9 +193,13 @@ class KVCache:
         """Record that a step wrote `new_tokens` slots of each row. lengths: (rows,), the cached tokens before it."""
         if not self._on_host:
             return
-        for row, first in enumerate(lengths.tolist()):  # faster than index arrays for few rows
-            self._last_write_id += 1
-            self._write_ids[row, first : first + new_tokens] = self._last_write_id
+        first_id, self._last_write_id = self._last_write_id + 1, self._last_write_id + len(lengths)
+        if new_tokens == 1 and len(lengths) > _FEW_ROWS:
+            ids = np.arange(first_id, first_id + len(lengths))
+            self._write_ids[ids - first_id, lengths] = ids
+            return
+        for row, first in enumerate(lengths.tolist()):
+            self._write_ids[row, first : first + new_tokens] = first_id + row
 
     def reserve(self, slots: int, used: int) -> bool:
         """Grow the buffers to `slots` slots and keep the first `used`. Return whether there are new buffers to bind."""
@@ -244,13 +249,15 @@ class KVCache:
     def _move_in_place(self, targets: Ints, sources: Ints, lengths: Ints) -> None:
         """Copy rows `sources` to rows `targets`. lengths: the used slots of each row before the call."""
         ends = lengths[sources]
-        old_ids, new_ids = (self._write_ids[rows, : ends.max()] for rows in (targets, sources))
-        differs = old_ids != new_ids
-        begins = np.where(differs.any(1), differs.argmax(1), ends) if ends.any() else ends
+        used_ids = self._write_ids[:, : ends.max()]
+        new_ids = used_ids[sources]
+        differs = used_ids[targets] != new_ids
+        begins = np.where(differs.any(1), differs.argmax(1), ends) if differs.size else ends
+        used = list(zip(begins.tolist(), ends.tolist(), strict=True))
         for group in self._groups:
-            parts = [group.slots(begin, end) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+            parts = [group.slots(begin, end) for begin, end in used]
             move_rows(self._current_array(group).swapaxes(0, 1), targets, sources, parts)
-        self._write_ids[targets, : ends.max()] = new_ids
+        used_ids[targets] = new_ids
 
     def join(self, other: KVCache, used: int, other_used: int) -> None:
         """Append the rows of `other` and release it.
@@ -495,7 +502,7 @@ class KVCache:
             self.pooled_buffers = None
 
 
-def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tuple[slice, ...]] = ()) -> None:
+def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tuple[Any, ...]] = ()) -> None:
     """Copy rows `sources` of (rows, …) to rows `targets`, as if all copies happened at once.
 
     Each target is copied once, after all rows that read it. Of rows that swap in a cycle, one is copied to temporary
@@ -503,8 +510,17 @@ def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tupl
 
     parts: the part of each target to copy; by default all of it.
     """
-    source_of = dict(zip(targets.tolist(), sources.tolist(), strict=True))
-    part_of = dict(zip(source_of, parts, strict=False))
+    source_of: dict[int, int] = {}
+    part_of: dict[int, tuple[Any, ...]] = {}
+    read_rows = set(sources.tolist())
+    parts = parts or [()] * len(targets)
+    for row, source, part in zip(targets.tolist(), sources.tolist(), parts, strict=True):
+        if row in read_rows:
+            source_of[row], part_of[row] = source, part
+        else:  # frequent, and nothing has to wait for it
+            array[(row, *part)] = array[(source, *part)]
+    if not source_of:
+        return
     readers = Counter(source_of.values())
     ready = [row for row in source_of if not readers[row]]
     saved: dict[int, Array] = {}
@@ -514,9 +530,8 @@ def move_rows(array: Array, targets: Array, sources: Array, parts: Sequence[tupl
             saved[row] = array[row].copy()
             ready.append(row)
         row = ready.pop()
-        source = source_of.pop(row)
-        part = part_of.get(row, ...)
-        array[row][part] = saved.get(source, array[source])[part]
+        source, part = source_of.pop(row), part_of[row]
+        array[(row, *part)] = saved.get(source, array[source])[part]
         readers[source] -= 1
         if not readers[source] and source in source_of and source not in saved:
             ready.append(source)

@@ -118,6 +118,36 @@ def test_pages_of_an_array_are_returned_with_it():
     assert resident_bytes() < before + size
 
 
+@pytest.mark.parametrize("next_bytes", [1 << 20, (1 << 20) - 400, 1 << 19, (1 << 19) - 4, (1 << 20) + 4])
+def test_kept_pages_hold_zeros_and_belong_to_one_array(next_bytes):
+    resident_pages.trim_heap()
+    view = resident_pages.mapped_zeros((2, 1 << 17), np.dtype(np.float32))[1]
+    address, view[...] = view.ctypes.data - (1 << 19), 1
+    kept = resident_pages.mapped_zeros((1 << 18,), np.dtype(np.float32))  # the view still has the pages
+    assert kept.ctypes.data != address
+    assert (view == 1).all()
+    del view
+    array = resident_pages.mapped_zeros((next_bytes // 4,), np.dtype(np.float32))
+    assert not array.any()
+    assert (array.ctypes.data == address) == (1 << 19 <= next_bytes <= 1 << 20)
+    array[...] = 1
+    assert not kept.any()
+
+
+def test_few_freed_pages_are_kept():
+    resident_pages.trim_heap()
+    before = resident_bytes()
+    arrays = [resident_pages.mapped_zeros((1 << 20,), np.dtype(np.uint8)) for _ in range(64)]
+    for array in arrays:
+        array[...] = 1
+    assert resident_bytes() >= before + (64 << 20)
+    del array
+    arrays.clear()
+    assert resident_bytes() < before + (6 << 20)
+    resident_pages.trim_heap()
+    assert resident_bytes() < before + (2 << 20)
+
+
 def test_zeros_that_the_system_refuses_are_a_memory_error():
     with pytest.raises(MemoryError):
         resident_pages.mapped_zeros((1 << 60,), np.dtype(np.int8))
