@@ -254,10 +254,10 @@ class Chain final : public Operator {
       const Input& input = inputs[value];
       const char axis = program.axes[value];
       if (!is_divided(input, axis)) {
-        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > (axis == 'm' ? 4 : axis == 'a' ? 3 : MAX_RANK)) return {};
+        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > (axis == 'm' || axis == 'g' ? 4 : axis == 'a' ? 3 : MAX_RANK)) return {};
         continue;
       }
-      if (axis != 'b' && input.size(0) != batch) return {};
+      if (axis != 'b' && axis != 'g' && input.size(0) != batch) return {};
       units = std::gcd(units, input.size(0));
     }
     for (const std::vector<size_t>& addends : program.given_addends)
@@ -276,7 +276,8 @@ class Chain final : public Operator {
       case 'p': return input.rank == 2 && input.size(0) > 0;
       case 'b': return input.rank >= 1 && input.rank <= MAX_RANK && input.size(0) > 0;
       case 'a': return input.rank == 3 && input.size(0) > 1;
-      case 'm': return input.rank == 4 && input.size(0) > 1;
+      case 'm':
+      case 'g': return input.rank == 4 && input.size(0) > 1;
       default: return false;
     }
   }

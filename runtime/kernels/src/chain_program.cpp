@@ -106,7 +106,7 @@ void Program::find_axes() {
       if (value == NONE) continue;
       if (value >= inputs) {
         // What all sequences share is not computed from the batch.
-        if (axis == '-' || axis == 'm' || axis == 'p' || (is_cache[value] && axis != 'b')) has_batch = false;
+        if (axis == '-' || axis == 'm' || axis == 'g' || axis == 'p' || (is_cache[value] && axis != 'b')) has_batch = false;
         adds_computed |= axis == 'a';
         continue;
       }

@@ -1,8 +1,9 @@
 #include "greedy_loop.h"
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
-#include <sstream>
+#include <string_view>
 
 namespace tformer {
 namespace {
@@ -22,31 +23,43 @@ size_t likeliest(const float* logits, size_t count) {
 
 GreedyLoop::GreedyLoop(const Attributes& attributes, size_t inputs, size_t results)
     : tokens(NOT_GIVEN), logits(NOT_GIVEN), plan(NOT_GIVEN) {
-  std::istringstream lines(attributes.text("loop"));
-  auto damaged = [&](bool holds) { require(attributes.api, holds, "tformer-kernels: a chain has a damaged loop"); };
-  std::string role;
-  while (lines >> role) {
-    auto read = [&](bool is_result) {
+  auto require_that = [&](bool holds) { require(attributes.api, holds, "tformer-kernels: a chain has a damaged loop"); };
+  const std::string text = attributes.text("loop");
+  for (std::string_view rest = text; !rest.empty();) {
+    const size_t end = std::min(rest.find('\n'), rest.size());
+    std::string_view line = rest.substr(0, end);
+    rest.remove_prefix(std::min(end + 1, rest.size()));
+    auto next_word = [&] {
+      const size_t size = std::min(line.find(' '), line.size());
+      const std::string_view word = line.substr(0, size);
+      line.remove_prefix(std::min(size + 1, line.size()));
+      return word;
+    };
+    auto next_value = [&](bool is_result) {
+      const std::string_view word = next_word();
       size_t value = NOT_GIVEN;
-      lines >> value;
-      damaged(!lines.fail() && (is_result ? value >= inputs && value < inputs + results : value < inputs));
+      const auto [last, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+      require_that(error == std::errc() && last == word.data() + word.size());
+      require_that(is_result ? value >= inputs && value < inputs + results : value < inputs);
       return value;
     };
-    if (role == "tokens")
-      tokens = read(false);
-    else if (role == "logits")
-      logits = read(true);
-    else if (role == "plan")
-      plan = read(false);
-    else if (role == "counts")
-      counts.push_back(read(false));
-    else if (role == "cache") {
-      const size_t input = read(false);
-      caches.emplace_back(input, read(true));
-    } else
-      damaged(false);
+    const std::string_view role = next_word();
+    if (role == "tokens") {
+      tokens = next_value(false);
+    } else if (role == "logits") {
+      logits = next_value(true);
+    } else if (role == "plan") {
+      plan = next_value(false);
+    } else if (role == "counts") {
+      counts.push_back(next_value(false));
+    } else {
+      require_that(role == "cache");
+      const size_t input = next_value(false);
+      caches.emplace_back(input, next_value(true));
+    }
+    require_that(line.empty());
   }
-  damaged(tokens != NOT_GIVEN && logits != NOT_GIVEN && plan != NOT_GIVEN);
+  require_that(tokens != NOT_GIVEN && logits != NOT_GIVEN && plan != NOT_GIVEN);
 }
 
 GreedyRun::GreedyRun(const ort::Api* api, const GreedyLoop& loop, std::vector<Input>& values) : loop(loop), values(values) {

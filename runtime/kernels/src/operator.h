@@ -181,6 +181,7 @@ std::unique_ptr<Operator> make_operator(const Attributes& attributes) {
 //   b: the batch, or groups of neighbouring sequences of it
 //   a: as r; or the input is one that all sequences share, with fewer axes or an axis 0 of size 1
 //   m: the batch, of four axes; or the input is one that all sequences share, as for a
+//   g: as b, of four axes; or the input is one that all sequences share, as for a
 //   -: the input is one that all sequences share
 struct OperatorKind {
   const char* name;
