@@ -402,8 +402,7 @@ class Scheduler:
             self._logits = self._rows.step(self._tokens)
         else:
             logits, tokens = self._rows.greedy_steps(self._tokens, plan)
-            if len(tokens) > 1:
-                search.take_greedy(logits[:-1], tokens[:-1])
+            search.take_greedy(logits, tokens, plan)
             self._has_cancelled_rows |= any(task.error is not None for task in search.tasks)
             self.generated_tokens += (len(tokens) - 1) * search.num_sequences
             self._logits = logits[-1]

@@ -98,6 +98,17 @@ class SampledSequence:
         return Hypothesis(ids, tuple(self.logprobs), score, finish, tuple(self.alternatives), history)
 
 
+class _Planned:
+    """Choices that the model has made by a plan."""
+
+    def __init__(self, tokens: list[int], logprobs: list[float]) -> None:
+        """tokens, logprobs: of each row of logits."""
+        self._tokens, self._logprobs = tokens, logprobs
+
+    def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
+        return self._tokens[row_number], self._logprobs[row_number]
+
+
 class _OnHost:
     """Choices from logits (rows, vocabulary) on the host."""
 
@@ -196,6 +207,7 @@ class TokenSearch:
         self._rows: list[SampledSequence] = []
         self._row_numbers: list[int] = []  # the row of logits of each sequence
         self._hypotheses: dict[SequenceTask, dict[int, Hypothesis]] = {}
+        self._planned: _Planned | None = None  # choices for the next logits, if they are known
 
     @property
     def width(self) -> int:
@@ -206,6 +218,7 @@ class TokenSearch:
         return len(self._rows)
 
     def add(self, tasks: Sequence[SequenceTask]) -> None:
+        self._planned = None
         for row_number, task in enumerate(tasks, self.width):
             seed = seed_or_random(task.settings)
             self.tasks.append(task)
@@ -214,6 +227,7 @@ class TokenSearch:
             self._row_numbers += [row_number] * task.settings.num_return_sequences
 
     def drop(self, is_finished: Callable[[SequenceTask], bool]) -> Ints:
+        self._planned = None  # of rows that may have gone
         kept = [i for i, row in enumerate(self._rows) if not is_finished(row.task)]
         kept_rows = sorted({self._row_numbers[i] for i in kept})
         new_numbers = {row_number: i for i, row_number in enumerate(kept_rows)}
@@ -223,6 +237,7 @@ class TokenSearch:
         return np.array(kept_rows, np.int64)
 
     def renumber(self, rows: Ints) -> None:
+        self._planned = None
         row_numbers = rows[self._row_numbers].tolist()
         order = sorted(range(len(row_numbers)), key=row_numbers.__getitem__)
         self._rows, self._row_numbers = [self._rows[i] for i in order], [row_numbers[i] for i in order]
@@ -255,19 +270,22 @@ class TokenSearch:
         ends = {end for row in self._rows for end in row.task.end_ids}
         return GreedyPlan(int(steps), tuple(ends), forbidden)
 
-    def take_greedy(self, logits: F32, tokens: Ints) -> None:
-        """Append tokens that the model has chosen by a plan, after all of which the sequences continue.
+    def take_greedy(self, logits: F32, tokens: Ints, plan: GreedyPlan) -> None:
+        """Append the tokens that the model has chosen by a plan, but for those of the last step, which `advance` takes.
 
         logits: (steps, rows, vocabulary). tokens: (steps, rows).
         """
         flat = logits.reshape(tokens.size, -1)
         logprobs: F32 = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
         logprobs = logprobs.reshape(tokens.shape)
-        for i, row in enumerate(self._rows):
+        *earlier, last = tokens.tolist()
+        for i, row in enumerate(self._rows if earlier else ()):
             try:
-                row.take_all(tokens[:, i].tolist(), logprobs[:, i].tolist())
+                row.take_all([step[i] for step in earlier], logprobs[:-1, i].tolist())
             except Exception as error:  # of the task's own callback: only this task ends
                 row.task.error = row.task.error or error
+        if np.isfinite(logprobs[-1]).all() and set(last).isdisjoint(plan.forbidden.tolist()):
+            self._planned = _Planned(last, logprobs[-1].tolist())
 
     def advance(
         self,
@@ -275,11 +293,13 @@ class TokenSearch:
         histories: Sequence[StepHistory] | None = None,
         guesses: Sequence[Guess | None] | None = None,
     ) -> tuple[Ints, Ints]:
-        choices = (
-            _OnDevice(logits, self._rows, self._row_numbers)
-            if isinstance(logits, DeviceLogits)
-            else _OnHost(logits, self._rows, self._row_numbers)
-        )
+        choices: _Planned | _OnDevice | _OnHost
+        if self._planned is not None:
+            choices, self._planned = self._planned, None
+        elif isinstance(logits, DeviceLogits):
+            choices = _OnDevice(logits, self._rows, self._row_numbers)
+        else:
+            choices = _OnHost(logits, self._rows, self._row_numbers)
         continuing, chosen = [], []
         for i, (row, row_number) in enumerate(zip(self._rows, self._row_numbers, strict=True)):
             task = row.task

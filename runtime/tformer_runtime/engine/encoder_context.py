@@ -63,6 +63,7 @@ class EncoderContext:
         self._lengths = dict(lengths)
         self.requests = np.arange(rows)
         self._buffer_requests = self.requests  # (rows of the buffers in use,), the request of each
+        self._arranged_requests: Ints | None = self.requests  # `requests` for which the buffers are arranged
         self._axes = [spec.shape.index(BATCH_AXIS) if BATCH_AXIS in spec.shape else None for spec in specs]
         # If rows are the first axis, the rows in use are contiguous, so that rows can be added and removed in place.
         self._in_place = session.device == "cpu" and all(axis in (None, 0) for axis in self._axes)
@@ -137,9 +138,12 @@ class EncoderContext:
 
     def _assign_rows(self, requests: Ints) -> bool:
         """Arrange the buffers for rows of these requests. Return whether there are new values to bind."""
+        if requests is self._arranged_requests:
+            return False
         buffer_requests = _shared_requests(requests) if self._shares else requests
         if np.array_equal(buffer_requests, self._buffer_requests) or not self._arrays:
             self.requests, self._buffer_requests = requests, buffer_requests
+            self._arranged_requests = requests
             return False
         count, count_before = len(buffer_requests), self.rows
         rows = _first_index_of(self._buffer_requests, buffer_requests)
@@ -159,6 +163,7 @@ class EncoderContext:
             changed = True
         self._lengths = {name: lengths[rows] for name, lengths in self._lengths.items()}
         self.requests, self._buffer_requests = requests, buffer_requests
+        self._arranged_requests = requests
         return changed or not self._in_place
 
     def join(self, other: EncoderContext) -> None:
@@ -240,6 +245,7 @@ class EncoderContext:
             self._session, self._specs, taken, lengths, len(rows), budget, self._shares, self._extends
         )
         other.requests = other._buffer_requests = requests
+        other._arranged_requests = None
         return other
 
     def release(self) -> None:

@@ -38,13 +38,12 @@ def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
     flat, places = logits.reshape(-1, vocabulary), np.arange(max_steps * rows)
     tokens = flat.argmax(-1)
     chosen = flat[places, tokens]
-    stops = ~(chosen < np.inf)
+    stops = ~np.isfinite(chosen)
     if len(plan.forbidden) and not set(tokens.tolist()).isdisjoint(plan.forbidden.tolist()):
         allowed = flat.copy()
         allowed[:, plan.forbidden] = -np.inf
         tokens = allowed.argmax(-1)
-        chosen = allowed[places, tokens]
-    stops |= chosen == -np.inf
+        stops |= allowed[places, tokens] == -np.inf
     for end in plan.ends:
         stops |= tokens == end
     last = int(stops.argmax()) // rows if stops.any() else max_steps - 1

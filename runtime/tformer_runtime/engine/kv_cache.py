@@ -22,7 +22,6 @@ prompt fills a good part of them, because growing would copy the prompt at the c
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import os
@@ -358,8 +357,8 @@ class KVCache:
 
     def detach(self) -> KVCache:
         """Return a cache with the buffers of this one, which is released. No budget counts its bytes until `attach`."""
-        other = copy.copy(self)
-        other.nbytes = 0
+        other = KVCache.__new__(KVCache)
+        other.__dict__.update(self.__dict__, nbytes=0)
         self._groups = [
             _TensorGroup(group.spec, group.members, [None] * len(group.arrays), [[] for _ in group.values])
             for group in self._groups
