@@ -74,6 +74,7 @@ class Results {
   }
 
   float* data(size_t value) const { return results[value - inputs].data; }
+  size_t count(size_t value) const { return results[value - inputs].count; }
 
  private:
   struct Result {
@@ -232,6 +233,8 @@ class Chain final : public Operator {
     for (const auto& [input, result] : loop->caches)
       require(api, inputs[input].data == results.data(result), "tformer-kernels: the caches of a loop must be written in place");
     const size_t vocabulary = logits.size(2), batch = inputs[loop->tokens].size(0);
+    const int64_t whole[] = {static_cast<int64_t>(greedy.steps), static_cast<int64_t>(batch), logits.sizes[2]};
+    require(api, results.count(loop->logits) == count_of(whole, 3), "tformer-kernels: a loop needs logits of each sequence");
     return greedy.next(results.data(loop->logits) + greedy.step * batch * vocabulary, vocabulary);
   }
 

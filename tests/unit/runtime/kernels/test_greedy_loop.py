@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -16,8 +18,18 @@ from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_runtime import InputError, Model
 from tformer_runtime.backend.native_kernels import APART, VARIABLE
 from tformer_runtime.decoding.request import make_request
+from tformer_runtime.engine import greedy_steps, spare_buffers
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.memory_budget import MemoryBudget
+from tformer_runtime.format.manifest import (
+    BATCH_AXIS,
+    MANIFEST_KEY,
+    POSITIONS,
+    SELECTED_AXIS,
+    ExtraOutput,
+    Manifest,
+)
 from tformer_runtime.rewriting.operator_chain import CHAIN
 from tformer_runtime.rewriting.product_rewrite import DOMAIN
 
@@ -283,6 +295,22 @@ def test_loop_with_caches_that_are_not_written_in_place_is_an_error():
     _, session = loop_session(f"{LOOP}\ncache 1 4")
     with pytest.raises(Exception, match="must be written in place"):
         session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})
+
+
+@pytest.mark.parametrize(("tokens", "ids"), [(1000, 1), (1, 2), (3, 2)])
+def test_loop_with_logits_of_another_number_of_sequences_is_an_error(tokens, ids):
+    """The tokens of each sequence are chosen from its logits, and there are none beyond them."""
+    table = np.ones((WIDTH, WIDTH), np.float32)
+    node = helper.make_node(
+        CHAIN, ["tokens", "ids", "table", "plan"], ["y"], domain=DOMAIN, input_count=4, output_count=1, parts=1,
+        program="Lookup 2 1 - > 4", loop="tokens 0\nlogits 4\nplan 3", **{"0.path": 0},
+    )  # fmt: skip
+    inputs = [(name, TensorProto.INT64) for name in ("tokens", "ids", "plan")]
+    session = session_of([node], inputs, [numpy_helper.from_array(table, "table")])
+    feeds = {"tokens": np.zeros((tokens, 1), np.int64), "ids": np.zeros((ids, 1), np.int64)}
+    with pytest.raises(Exception, match="logits of each sequence"):
+        session.run(None, feeds | {"plan": np.array([2, 0, 5])})
+    assert session.run(None, feeds | {"plan": NONE})[0].shape == (ids, 1, WIDTH)
 
 
 def test_counts_of_floats_are_an_error():
