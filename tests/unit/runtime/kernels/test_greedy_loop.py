@@ -130,6 +130,27 @@ def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, mo
     np.testing.assert_array_equal(after, after_apart)
 
 
+def test_spare_buffers_have_no_large_logits(models, monkeypatch):
+    engine = models[0].engine
+    engine._spares.close()
+    for has_room in (True, False):
+        state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
+        engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+        call = state.calls[1, "last"]
+        assert call.loop_logits.nbytes > 8 * 4 * 30
+        limit = state.nbytes + call.logits.nbytes + call.loop_logits.nbytes * has_room
+        monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", limit)
+        engine.release(state)
+        (spare,) = engine._spares._spares
+        assert spare.call is call
+        assert (spare.call.loop_logits.nbytes > 0) == has_room
+    monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", limit - 1)
+    state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
+    engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+    engine.release(state)
+    assert engine._spares._spares == []
+
+
 def test_loop_stops_after_the_first_end_of_a_row(models):
     engine = models[0].engine
     sources, first = {"src": [np.array([5, 6, 7]), np.array([9, 8])]}, np.ones((2, 1), np.int64)
