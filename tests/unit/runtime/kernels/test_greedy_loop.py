@@ -192,6 +192,41 @@ def test_stream_has_every_token_and_an_error_of_its_reader_ends_it_alone(models)
             assert generator.make_result(tasks[i]).token_ids == plain.generate(word).token_ids
 
 
+def scheduled(model, words):
+    """Return a scheduler, and a task for each word."""
+    settings = model.settings(None, {})
+    tasks = [
+        model.generator.make_task(make_request(model.manifest, model.inputs, word, i, settings), settings)
+        for i, word in enumerate(words)
+    ]
+    return model.generator.new_scheduler(settings, 8), tasks
+
+
+def test_cancelled_task_gets_no_more_tokens(models):
+    """Its own callback cancels the first task, and the callback of the second one cancels the third."""
+    words = ["mississippi", "onomatopoeia", "transformer", "kernel"]
+    scheduler, tasks = scheduled(models[0], words)
+    seen = [[], [], [], []]
+
+    def listen(i, cancelled):
+        def on_token(token):
+            seen[i].append(token.id)
+            if len(seen[i]) == 2 and cancelled is not None:
+                scheduler.cancel(tasks[cancelled], KeyError("cancelled"))
+
+        return on_token
+
+    for i, cancelled in enumerate((0, 2, None, None)):
+        tasks[i].on_token = listen(i, cancelled)
+        scheduler.submit(tasks[i])
+    while not scheduler.idle:
+        scheduler.step()
+    assert [isinstance(task.error, KeyError) for task in tasks] == [True, False, True, False]
+    assert (len(seen[0]), len(seen[2])) == (2, 1)
+    for i in (1, 3):
+        assert seen[i] == [*models[1].generate(words[i]).token_ids]
+
+
 def test_id_outside_the_vocabulary_is_an_error_of_its_request(models):
     looping, _ = models
     engine = looping.engine
