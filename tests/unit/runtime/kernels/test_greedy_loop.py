@@ -227,6 +227,37 @@ def test_cancelled_task_gets_no_more_tokens(models):
         assert seen[i] == [*models[1].generate(words[i]).token_ids]
 
 
+def test_task_that_fails_leaves_the_memory_that_the_others_have_reserved(models):
+    """Three tasks are started one by one, since the source of the second is too large an id."""
+    model = models[0]
+    scheduler, tasks = scheduled(model, WORDS[:3])
+    memory = scheduler.memory = scheduler.starter._budget = MemoryBudget(1 << 24).new_share()
+    tasks[1].sources = {"src": np.array([10**6])}
+
+    def fail(token):
+        raise KeyError("the reader's own")
+
+    tasks[0].on_token = fail
+    reserved = []
+    start = model.engine.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            model.engine,
+            "start",
+            lambda *given, **named: (reserved.append(memory.reserved_bytes), start(*given, **named))[1],
+        )
+        for task in tasks:
+            scheduler.submit(task)
+        while not scheduler.idle:
+            scheduler.step()
+    assert isinstance(tasks[0].error, KeyError)
+    assert isinstance(tasks[1].error, InputError)
+    assert tasks[2].error is None
+    assert len(reserved) == 4
+    assert min(reserved) == max(reserved) > 0
+    assert memory.reserved_bytes == memory.used_bytes == 0
+
+
 def test_id_outside_the_vocabulary_is_an_error_of_its_request(models):
     looping, _ = models
     engine = looping.engine
