@@ -130,6 +130,20 @@ def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, mo
     np.testing.assert_array_equal(after, after_apart)
 
 
+def test_logits_of_steps_take_bounded_memory(models, monkeypatch):
+    """No budget counts them."""
+    engine = models[0].engine
+    sources, vocabulary = {"src": [np.array([5, 6, 7])] * 4}, int(engine.decode.logits.shape[-1])
+    state, limit = engine.start(sources, 4), engine.session.max_greedy_steps
+    assert engine.max_greedy_steps(state) == limit
+    monkeypatch.setattr("tformer_runtime.engine.engine.MAX_LOOP_LOGITS", 4 * 5 * vocabulary)
+    assert engine.max_greedy_steps(state) == 5
+    monkeypatch.setattr("tformer_runtime.engine.engine.MAX_LOOP_LOGITS", 1)
+    assert engine.max_greedy_steps(state) == 1
+    expected = models[1].generate_batch(WORDS, batch_size=3)
+    assert summary(models[0].generate_batch(WORDS, batch_size=3)) == summary(expected)
+
+
 def test_spare_buffers_have_no_large_logits(models, monkeypatch):
     engine = models[0].engine
     engine._spares.close()
@@ -149,6 +163,31 @@ def test_spare_buffers_have_no_large_logits(models, monkeypatch):
     engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
     engine.release(state)
     assert engine._spares._spares == []
+
+
+@pytest.mark.parametrize("block", [1, 40, 200, 1 << 20])
+def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
+    monkeypatch.setattr(greedy_steps, "BLOCK_NUMBERS", block)
+    random = np.random.default_rng(block)
+    for _ in range(200):
+        steps, rows, vocabulary = (int(random.integers(1, limit)) for limit in (9, 4, 9))
+        logits = random.integers(-3, 4, (steps, rows, vocabulary)).astype(np.float32)
+        special = random.choice([np.nan, np.inf, -np.inf], logits.shape)
+        logits = np.where(random.random(logits.shape) < 0.02, special, logits).astype(np.float32)
+        forbidden = np.flatnonzero(random.random(vocabulary) < 0.2)
+        plan = GreedyPlan(steps, tuple(np.flatnonzero(random.random(vocabulary) < 0.1).tolist()), forbidden)
+        tokens = []
+        for step in logits:
+            allowed = np.where(np.isin(np.arange(vocabulary), forbidden), -np.inf, step)
+            is_finite = ~(np.isnan(step).any(-1) | (step.max(-1) == np.inf))
+            chosen = np.where(is_finite, allowed.argmax(-1), step.argmax(-1))
+            tokens.append(chosen)
+            if not is_finite.all() or (allowed.max(-1) == -np.inf).any() or set(chosen.tolist()) & {*plan.ends}:
+                break
+        count, found = greedy_steps.find_last_step(logits, plan)
+        assert count == len(tokens)
+        finite = np.isfinite(logits[:count].max(-1))  # the others are no choices
+        np.testing.assert_array_equal(found[finite], np.array(tokens)[finite])
 
 
 def test_loop_stops_after_the_first_end_of_a_row(models):
