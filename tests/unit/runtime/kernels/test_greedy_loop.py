@@ -346,6 +346,38 @@ def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantiz
             assert found == plain.generate(prompt, max_new_tokens=24).token_ids
 
 
+def test_file_whose_other_results_read_the_logits_has_no_loop(tmp_path, monkeypatch):
+    """They would get the logits of several steps."""
+    torch.manual_seed(0)
+    file = tmp_path / "model.onnx"
+    export(from_transformers(FAMILIES["llama"]().eval()), file)
+    model = onnx.load(file)
+    manifest = Manifest.from_json(next(p.value for p in model.metadata_props if p.key == MANIFEST_KEY))
+    vocabulary = int(manifest.decode.logits.shape[-1])
+    shape = (BATCH_AXIS, SELECTED_AXIS, vocabulary)
+    extra = ExtraOutput("hidden_states.scaled", "float32", shape)
+    nodes = [
+        helper.make_node("Constant", [], ["axis"], value=numpy_helper.from_array(np.array([2]))),
+        helper.make_node("Cast", [POSITIONS], ["positions"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["positions", "axis"], ["column"]),
+        helper.make_node("Mul", ["logits", "column"], [extra.name]),
+    ]
+    model.graph.node.extend(nodes)
+    model.graph.output.append(helper.make_tensor_value_info(extra.name, TensorProto.FLOAT, shape))
+    del model.metadata_props[:]
+    decode = replace(manifest.decode, extras=(extra,))
+    helper.set_model_props(model, {MANIFEST_KEY: replace(manifest, decode=decode).to_json()})
+    other = tmp_path / "other.onnx"
+    onnx.save(model, other)
+    monkeypatch.setenv(VARIABLE, PATHS[0])
+    found, expected = (Model.load(path, device="cpu", threads=1) for path in (other, file))
+    assert expected.engine.session.max_greedy_steps > 1
+    assert found.engine.session.max_greedy_steps == 1
+    prompts = [[5, 6, 9, 12], [40, 41]]
+    results = [[r.token_ids for r in m.generate_batch(prompts, max_new_tokens=12)] for m in (found, expected)]
+    assert results[0] == results[1]
+
+
 def loop_session(loop: str, plan: np.ndarray | None = None, counts: str = "int64"):
     """Return a session of a chain: a table's rows of the tokens times a norm's weight are the logits."""
     random = np.random.default_rng(0)
