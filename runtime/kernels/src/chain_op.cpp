@@ -258,6 +258,7 @@ class Chain final : public Operator {
       const char axis = program.axes[value];
       if (!is_divided(input, axis)) {
         if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > (axis == 'm' ? 4 : axis == 'a' ? 3 : MAX_RANK)) return {};
+        if (axis != '-' && input.rank > 0 && input.size(0) == 0) return {};  // a part of one sequence would take it for a batch
         continue;
       }
       if (axis != 'b' && input.size(0) != batch) return {};
