@@ -74,6 +74,7 @@ class Results {
   }
 
   float* data(size_t value) const { return results[value - inputs].data; }
+  size_t count(size_t value) const { return results[value - inputs].count; }
 
  private:
   struct Result {
@@ -232,6 +233,8 @@ class Chain final : public Operator {
     for (const auto& [input, result] : loop->caches)
       require(api, inputs[input].data == results.data(result), "tformer-kernels: the caches of a loop must be written in place");
     const size_t vocabulary = logits.size(2), batch = inputs[loop->tokens].size(0);
+    const int64_t whole[] = {static_cast<int64_t>(greedy.steps), static_cast<int64_t>(batch), logits.sizes[2]};
+    require(api, results.count(loop->logits) == count_of(whole, 3), "tformer-kernels: a loop needs logits of each sequence");
     return greedy.next(results.data(loop->logits) + greedy.step * batch * vocabulary, vocabulary);
   }
 
@@ -254,7 +257,8 @@ class Chain final : public Operator {
       const Input& input = inputs[value];
       const char axis = program.axes[value];
       if (!is_divided(input, axis)) {
-        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > (axis == 'm' || axis == 'g' ? 4 : axis == 'a' ? 3 : MAX_RANK)) return {};
+        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > max_rank(axis)) return {};
+        if (axis != '-' && input.rank > 0 && input.size(0) == 0) return {};  // a part of one sequence would take it for a batch
         continue;
       }
       if (axis != 'b' && axis != 'g' && input.size(0) != batch) return {};
@@ -268,6 +272,9 @@ class Chain final : public Operator {
     for (size_t i = 0; i < count; i++) parts[i] = {units * i / count, units * (i + 1) / count, units};
     return parts;
   }
+
+  // The greatest number of axes of an input that all sequences may share.
+  static size_t max_rank(char axis) { return axis == 'a' ? 3 : axis == 'm' || axis == 'g' ? 4 : MAX_RANK; }
 
   // Whether each part has its own part of an input.
   static bool is_divided(const Input& input, char axis) {

@@ -345,9 +345,11 @@ class Scheduler:
             return False
         return self.memory.reserve(self.starter.bytes_needed(self.running, coming, self._rows), idle)
 
-    def _begin(self, tasks: Sequence[SequenceTask]) -> None:
+    def _begin(self, tasks: Sequence[SequenceTask], may_loop: bool = True) -> None:
+        """Start tasks. may_loop: whether a task alone may run several steps at once, and end."""
         try:
-            if self._rows is None and len(tasks) == 1 and (rows := self.starter.begin_unread(tasks[0])) is not None:
+            is_alone = may_loop and self._rows is None and len(tasks) == 1
+            if is_alone and (rows := self.starter.begin_unread(tasks[0])) is not None:
                 self._rows, self._tokens = rows, tasks[0].prompt[-1:, None]
                 self._add_to_searches(tasks, 0)
                 self._run_model()
@@ -361,7 +363,7 @@ class Scheduler:
                     self.release()
                 return
             for task in tasks:  # so that only the task with the error fails
-                self._begin([task])
+                self._begin([task], may_loop=False)  # its end would release the memory that all have reserved
             return
         first = self._num_rows
         if self._rows is None or self._logits is None:

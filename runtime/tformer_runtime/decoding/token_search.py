@@ -90,6 +90,8 @@ class SampledSequence:
         self.logprobs += logprobs
         if self.task.on_token is not None:
             for token, logprob in zip(tokens, logprobs, strict=True):
+                if self.task.finished:  # a callback has cancelled it
+                    break
                 self.task.on_token(Token(self.copy, token, logprob, None))
 
     def hypothesis(self, finish: FinishReason, history: StepHistory | None) -> Hypothesis:

@@ -49,6 +49,7 @@ from tformer_runtime.format.manifest import (
 from tformer_runtime.format.model_file import read_metadata
 
 PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/kernels.md)
+MAX_LOOP_LOGITS = 1 << 24  # numbers of the logits of a greedy loop, which no budget counts
 MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
 
 
@@ -373,7 +374,9 @@ class Engine:
         """Return the greatest number of steps that `greedy_steps` may run; 1 if it cannot run."""
         if state.step_extras or state.candidates is not None:
             return 1
-        return min(self.session.max_greedy_steps, self.manifest.max_length - state.max_row_length)
+        numbers = state.rows * int(self.decode.logits.shape[-1])
+        steps = min(self.session.max_greedy_steps, MAX_LOOP_LOGITS // max(numbers, 1))
+        return max(1, min(steps, self.manifest.max_length - state.max_row_length))
 
     def greedy_steps(self, state: State, tokens: Array, plan: GreedyPlan) -> tuple[F32, Ints]:
         """Feed one token to every row, and then the likeliest tokens, in one run of the session.

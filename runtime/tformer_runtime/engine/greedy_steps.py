@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tformer_runtime.base.arrays import F32, Ints
+from tformer_runtime.base.arrays import F32, Array, Ints
+
+BLOCK_NUMBERS = 1 << 18  # of logits that are read at once
 
 
 class GreedyPlan(NamedTuple):
@@ -32,10 +34,26 @@ def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
     logits: (max_steps, rows, vocabulary), those of a loop, whose later steps may not have run.
 
     The last step is the first one that chooses one of the ends for a row, or whose logits do not choose a token: they
-    are NaN or infinite, or all tokens are forbidden. Cost: some passes over the logits.
+    are NaN or infinite, or all tokens are forbidden. Cost: some passes over the logits up to this step, and over at
+    most BLOCK_NUMBERS more.
     """
     max_steps, rows, vocabulary = logits.shape
-    flat, places = logits.reshape(-1, vocabulary), np.arange(max_steps * rows)
+    block = max(1, BLOCK_NUMBERS // (rows * vocabulary))
+    chosen: list[Ints] = []
+    for begin in range(0, max_steps, block):
+        tokens, stops = _choose(logits[begin : begin + block], plan)
+        if stops.any():
+            chosen.append(tokens[: int(stops.argmax()) // rows + 1])
+            break
+        chosen.append(tokens)
+    all_tokens = np.concatenate(chosen)
+    return len(all_tokens), all_tokens
+
+
+def _choose(logits: F32, plan: GreedyPlan) -> tuple[Ints, Array]:
+    """Return the tokens (steps, rows) of some steps, and (steps · rows,) whether the steps end with each of them."""
+    steps, rows, vocabulary = logits.shape
+    flat, places = logits.reshape(-1, vocabulary), np.arange(steps * rows)
     tokens = flat.argmax(-1)
     chosen = flat[places, tokens]
     stops = ~np.isfinite(chosen)
@@ -46,5 +64,4 @@ def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
         stops |= allowed[places, tokens] == -np.inf
     for end in plan.ends:
         stops |= tokens == end
-    last = int(stops.argmax()) // rows if stops.any() else max_steps - 1
-    return last + 1, tokens.reshape(max_steps, rows)[: last + 1]
+    return tokens.reshape(steps, rows), stops

@@ -371,6 +371,8 @@ class KVCache:
         nbytes = sum(array.nbytes for array in self.buffers)
         budget.acquire(nbytes)
         self._budget, self.nbytes, self._max_slots = budget, nbytes, np.array(max_tokens, np.int64)
+        for array in self.buffers:
+            array.fill(0)  # attention may multiply an unused slot by 0, and the rows before may have left a NaN there
         self._write_ids[:] = self._last_write_id = 0
 
     def release(self) -> None:

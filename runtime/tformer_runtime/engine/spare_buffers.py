@@ -14,7 +14,7 @@ from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.engine.state import State
 
-MAX_SPARE_BYTES = 1 << 20  # of caches and context; to allocate larger ones takes little time next to a step
+MAX_SPARE_BYTES = 1 << 20  # of caches, context and logits; to allocate larger ones takes little time next to a step
 MAX_SPARES = 4
 
 
@@ -45,7 +45,10 @@ class SpareBuffers:
         is_plain = state.candidates is None and state.adapters is None and not state.step_extras
         if not isinstance(call, SessionCall) or not is_plain or not state.cache.may_be_kept:
             return
-        if state.nbytes <= MAX_SPARE_BYTES and len(self._spares) < MAX_SPARES:
+        nbytes = state.nbytes + call.logits.nbytes
+        if nbytes <= MAX_SPARE_BYTES and len(self._spares) < MAX_SPARES:
+            if nbytes + call.loop_logits.nbytes > MAX_SPARE_BYTES:
+                call.loop_logits = call.logits[:0]
             self._spares.append(Spare(state.cache.detach(), state.lengths, call))
 
     def take(self, rows: int, max_tokens: Sequence[int], budget: MemoryShare) -> Spare | None:

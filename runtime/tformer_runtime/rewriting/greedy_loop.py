@@ -79,6 +79,10 @@ def make_greedy_loop(graph: Graph, decode: DecodeStage, domain: str, parts: int)
         caches=tuple((cache.past, names[cache.present]) for cache in decode.caches),
     )
     before, after = _other_nodes(branch, members)
+    if _is_read(loop.logits, branch, after) or (
+        branch is not graph and _is_read(decode.logits.name, graph, graph.nodes)
+    ):
+        return False
     branch.nodes = [*before, *members, *after]
     branch.nodes = [*before, new_chain(members, domain, Readers(branch), parts, loop), *after]
     branch.index()
@@ -134,6 +138,11 @@ def _other_nodes(graph: Graph, members: list[Node]) -> tuple[list[Node], list[No
             after.append(node)
             computed |= {*node.outputs}
     return before, after
+
+
+def _is_read(logits: str, graph: Graph, nodes: list[Node]) -> bool:
+    """Return whether nodes or a second output read the logits. They would get those of several steps."""
+    return graph.outputs.count(logits) > 1 or any(logits in node.names_read() for node in nodes)
 
 
 class _Conversion:

@@ -132,6 +132,25 @@ def test_budget_counts_spare_buffers_while_a_state_has_them_alone(files):
     assert budget.used_bytes == 0
 
 
+@pytest.mark.parametrize("name", ["encoder-decoder", "decoder-only", "portable"])
+def test_rows_without_numbers_leave_none_to_later_rows(files, name):
+    """Standard attention multiplies the unused slots of a shorter row by 0, and 0 times NaN is NaN."""
+    engine = opened(files, name)
+    results = []
+    for value in (0, np.nan, np.inf):
+        state = start(engine, 2, seed=1)
+        decode(engine, state, 6)
+        for array in state.cache.buffers:
+            array[...] = value  # as of a request whose numbers overflow
+        engine.release(state)
+        state = start(engine, 2, seed=1)
+        engine.step(state, np.full((2, 3), 4), np.array([3, 1]))
+        results.append(decode(engine, state, 3))
+        del state  # which keeps no buffers
+    np.testing.assert_array_equal(results[1:], [results[0]] * 2)
+    assert np.isfinite(results[0]).all()
+
+
 def test_large_buffers_are_freed(files, monkeypatch):
     engine = opened(files)
     monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", 1000)

@@ -215,6 +215,25 @@ def test_error_of_a_part_of_a_batch_is_raised_and_leaves_the_chain_usable():
     np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 
+def test_sum_with_an_array_without_sequences_is_an_error_for_threads_that_share_a_batch():
+    """A part of one sequence alone would repeat it no times."""
+    tensor = Tensor("w", np.dtype(np.float32), (WIDTH, WIDTH), np.eye(WIDTH, dtype=np.float32).tobytes())
+    product = FloatProduct("a", "b", tensor, False, None, parse_model(long_chain()).graph.nodes[0])
+    with WeightFiles(Path()) as files:
+        handle = kernels_of(PATHS[0]).pack_float(product, files, 1)
+    product_attributes = {"1.handle": handle, "1.activation": 0, "1.alpha": 1.0}
+    node = helper.make_node(
+        CHAIN, ["x", "z"], ["y"], domain=DOMAIN, input_count=2, output_count=1, parts=2, loop="",
+        program="Arithmetic 0 1 > 3\nPackedMatMul 3 > 2", **{"0.multiplies": 0}, **product_attributes,
+    )  # fmt: skip
+    session = session_of([node], [("x", TensorProto.FLOAT), ("z", TensorProto.FLOAT)], [])
+    kernels_of(PATHS[0]).release(handle)
+    x = np.ones((2, 4096, WIDTH), np.float32)
+    np.testing.assert_array_equal(session.run(None, {"x": x, "z": x})[0], x + x)
+    with pytest.raises(Exception, match="must have the same shape"):
+        session.run(None, {"x": x, "z": x[:0]})
+
+
 def test_operators_between_others_become_few_chains():
     """Products and norms alternate. Each Tanh among them ends a chain."""
     nodes, weights = [], {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
@@ -16,8 +18,18 @@ from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_runtime import InputError, Model
 from tformer_runtime.backend.native_kernels import APART, VARIABLE
 from tformer_runtime.decoding.request import make_request
+from tformer_runtime.engine import greedy_steps, spare_buffers
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.memory_budget import MemoryBudget
+from tformer_runtime.format.manifest import (
+    BATCH_AXIS,
+    MANIFEST_KEY,
+    POSITIONS,
+    SELECTED_AXIS,
+    ExtraOutput,
+    Manifest,
+)
 from tformer_runtime.rewriting.operator_chain import CHAIN
 from tformer_runtime.rewriting.product_rewrite import DOMAIN
 
@@ -118,6 +130,66 @@ def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, mo
     np.testing.assert_array_equal(after, after_apart)
 
 
+def test_logits_of_steps_take_bounded_memory(models, monkeypatch):
+    """No budget counts them."""
+    engine = models[0].engine
+    sources, vocabulary = {"src": [np.array([5, 6, 7])] * 4}, int(engine.decode.logits.shape[-1])
+    state, limit = engine.start(sources, 4), engine.session.max_greedy_steps
+    assert engine.max_greedy_steps(state) == limit
+    monkeypatch.setattr("tformer_runtime.engine.engine.MAX_LOOP_LOGITS", 4 * 5 * vocabulary)
+    assert engine.max_greedy_steps(state) == 5
+    monkeypatch.setattr("tformer_runtime.engine.engine.MAX_LOOP_LOGITS", 1)
+    assert engine.max_greedy_steps(state) == 1
+    expected = models[1].generate_batch(WORDS, batch_size=3)
+    assert summary(models[0].generate_batch(WORDS, batch_size=3)) == summary(expected)
+
+
+def test_spare_buffers_have_no_large_logits(models, monkeypatch):
+    engine = models[0].engine
+    engine._spares.close()
+    for has_room in (True, False):
+        state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
+        engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+        call = state.calls[1, "last"]
+        assert call.loop_logits.nbytes > 8 * 4 * 30
+        limit = state.nbytes + call.logits.nbytes + call.loop_logits.nbytes * has_room
+        monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", limit)
+        engine.release(state)
+        (spare,) = engine._spares._spares
+        assert spare.call is call
+        assert (spare.call.loop_logits.nbytes > 0) == has_room
+    monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", limit - 1)
+    state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
+    engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+    engine.release(state)
+    assert engine._spares._spares == []
+
+
+@pytest.mark.parametrize("block", [1, 40, 200, 1 << 20])
+def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
+    monkeypatch.setattr(greedy_steps, "BLOCK_NUMBERS", block)
+    random = np.random.default_rng(block)
+    for _ in range(200):
+        steps, rows, vocabulary = (int(random.integers(1, limit)) for limit in (9, 4, 9))
+        logits = random.integers(-3, 4, (steps, rows, vocabulary)).astype(np.float32)
+        special = random.choice([np.nan, np.inf, -np.inf], logits.shape)
+        logits = np.where(random.random(logits.shape) < 0.02, special, logits).astype(np.float32)
+        forbidden = np.flatnonzero(random.random(vocabulary) < 0.2)
+        plan = GreedyPlan(steps, tuple(np.flatnonzero(random.random(vocabulary) < 0.1).tolist()), forbidden)
+        tokens = []
+        for step in logits:
+            allowed = np.where(np.isin(np.arange(vocabulary), forbidden), -np.inf, step)
+            is_finite = ~(np.isnan(step).any(-1) | (step.max(-1) == np.inf))
+            chosen = np.where(is_finite, allowed.argmax(-1), step.argmax(-1))
+            tokens.append(chosen)
+            if not is_finite.all() or (allowed.max(-1) == -np.inf).any() or set(chosen.tolist()) & {*plan.ends}:
+                break
+        count, found = greedy_steps.find_last_step(logits, plan)
+        assert count == len(tokens)
+        finite = np.isfinite(logits[:count].max(-1))  # the others are no choices
+        np.testing.assert_array_equal(found[finite], np.array(tokens)[finite])
+
+
 def test_loop_stops_after_the_first_end_of_a_row(models):
     engine = models[0].engine
     sources, first = {"src": [np.array([5, 6, 7]), np.array([9, 8])]}, np.ones((2, 1), np.int64)
@@ -157,6 +229,72 @@ def test_stream_has_every_token_and_an_error_of_its_reader_ends_it_alone(models)
     for i, word in enumerate(WORDS):
         if i != 1:
             assert generator.make_result(tasks[i]).token_ids == plain.generate(word).token_ids
+
+
+def scheduled(model, words):
+    """Return a scheduler, and a task for each word."""
+    settings = model.settings(None, {})
+    tasks = [
+        model.generator.make_task(make_request(model.manifest, model.inputs, word, i, settings), settings)
+        for i, word in enumerate(words)
+    ]
+    return model.generator.new_scheduler(settings, 8), tasks
+
+
+def test_cancelled_task_gets_no_more_tokens(models):
+    """Its own callback cancels the first task, and the callback of the second one cancels the third."""
+    words = ["mississippi", "onomatopoeia", "transformer", "kernel"]
+    scheduler, tasks = scheduled(models[0], words)
+    seen = [[], [], [], []]
+
+    def listen(i, cancelled):
+        def on_token(token):
+            seen[i].append(token.id)
+            if len(seen[i]) == 2 and cancelled is not None:
+                scheduler.cancel(tasks[cancelled], KeyError("cancelled"))
+
+        return on_token
+
+    for i, cancelled in enumerate((0, 2, None, None)):
+        tasks[i].on_token = listen(i, cancelled)
+        scheduler.submit(tasks[i])
+    while not scheduler.idle:
+        scheduler.step()
+    assert [isinstance(task.error, KeyError) for task in tasks] == [True, False, True, False]
+    assert (len(seen[0]), len(seen[2])) == (2, 1)
+    for i in (1, 3):
+        assert seen[i] == [*models[1].generate(words[i]).token_ids]
+
+
+def test_task_that_fails_leaves_the_memory_that_the_others_have_reserved(models):
+    """Three tasks are started one by one, since the source of the second is too large an id."""
+    model = models[0]
+    scheduler, tasks = scheduled(model, WORDS[:3])
+    memory = scheduler.memory = scheduler.starter._budget = MemoryBudget(1 << 24).new_share()
+    tasks[1].sources = {"src": np.array([10**6])}
+
+    def fail(token):
+        raise KeyError("the reader's own")
+
+    tasks[0].on_token = fail
+    reserved = []
+    start = model.engine.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            model.engine,
+            "start",
+            lambda *given, **named: (reserved.append(memory.reserved_bytes), start(*given, **named))[1],
+        )
+        for task in tasks:
+            scheduler.submit(task)
+        while not scheduler.idle:
+            scheduler.step()
+    assert isinstance(tasks[0].error, KeyError)
+    assert isinstance(tasks[1].error, InputError)
+    assert tasks[2].error is None
+    assert len(reserved) == 4
+    assert min(reserved) == max(reserved) > 0
+    assert memory.reserved_bytes == memory.used_bytes == 0
 
 
 def test_id_outside_the_vocabulary_is_an_error_of_its_request(models):
@@ -206,6 +344,38 @@ def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantiz
             assert list(found) == out[1 if model.config.is_encoder_decoder else len(prompt) :]
         else:
             assert found == plain.generate(prompt, max_new_tokens=24).token_ids
+
+
+def test_file_whose_other_results_read_the_logits_has_no_loop(tmp_path, monkeypatch):
+    """They would get the logits of several steps."""
+    torch.manual_seed(0)
+    file = tmp_path / "model.onnx"
+    export(from_transformers(FAMILIES["llama"]().eval()), file)
+    model = onnx.load(file)
+    manifest = Manifest.from_json(next(p.value for p in model.metadata_props if p.key == MANIFEST_KEY))
+    vocabulary = int(manifest.decode.logits.shape[-1])
+    shape = (BATCH_AXIS, SELECTED_AXIS, vocabulary)
+    extra = ExtraOutput("hidden_states.scaled", "float32", shape)
+    nodes = [
+        helper.make_node("Constant", [], ["axis"], value=numpy_helper.from_array(np.array([2]))),
+        helper.make_node("Cast", [POSITIONS], ["positions"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["positions", "axis"], ["column"]),
+        helper.make_node("Mul", ["logits", "column"], [extra.name]),
+    ]
+    model.graph.node.extend(nodes)
+    model.graph.output.append(helper.make_tensor_value_info(extra.name, TensorProto.FLOAT, shape))
+    del model.metadata_props[:]
+    decode = replace(manifest.decode, extras=(extra,))
+    helper.set_model_props(model, {MANIFEST_KEY: replace(manifest, decode=decode).to_json()})
+    other = tmp_path / "other.onnx"
+    onnx.save(model, other)
+    monkeypatch.setenv(VARIABLE, PATHS[0])
+    found, expected = (Model.load(path, device="cpu", threads=1) for path in (other, file))
+    assert expected.engine.session.max_greedy_steps > 1
+    assert found.engine.session.max_greedy_steps == 1
+    prompts = [[5, 6, 9, 12], [40, 41]]
+    results = [[r.token_ids for r in m.generate_batch(prompts, max_new_tokens=12)] for m in (found, expected)]
+    assert results[0] == results[1]
 
 
 def loop_session(loop: str, plan: np.ndarray | None = None, counts: str = "int64"):
@@ -283,6 +453,22 @@ def test_loop_with_caches_that_are_not_written_in_place_is_an_error():
     _, session = loop_session(f"{LOOP}\ncache 1 4")
     with pytest.raises(Exception, match="must be written in place"):
         session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})
+
+
+@pytest.mark.parametrize(("tokens", "ids"), [(1000, 1), (1, 2), (3, 2)])
+def test_loop_with_logits_of_another_number_of_sequences_is_an_error(tokens, ids):
+    """The tokens of each sequence are chosen from its logits, and there are none beyond them."""
+    table = np.ones((WIDTH, WIDTH), np.float32)
+    node = helper.make_node(
+        CHAIN, ["tokens", "ids", "table", "plan"], ["y"], domain=DOMAIN, input_count=4, output_count=1, parts=1,
+        program="Lookup 2 1 - > 4", loop="tokens 0\nlogits 4\nplan 3", **{"0.path": 0},
+    )  # fmt: skip
+    inputs = [(name, TensorProto.INT64) for name in ("tokens", "ids", "plan")]
+    session = session_of([node], inputs, [numpy_helper.from_array(table, "table")])
+    feeds = {"tokens": np.zeros((tokens, 1), np.int64), "ids": np.zeros((ids, 1), np.int64)}
+    with pytest.raises(Exception, match="logits of each sequence"):
+        session.run(None, feeds | {"plan": np.array([2, 0, 5])})
+    assert session.run(None, feeds | {"plan": NONE})[0].shape == (ids, 1, WIDTH)
 
 
 def test_counts_of_floats_are_an_error():
