@@ -271,10 +271,7 @@ def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
 
 @cache
 def _load_library() -> tuple[ctypes.CDLL, Path] | None:
-    """Return the library and its file; None if there is none of this version.
-
-    onnxruntime must have been imported before: streams of C++ cannot read numbers in a library that was loaded first.
-    """
+    """Return the library and its file; None if there is none of this version."""
     file = _library_file()
     if file is None:
         return None
@@ -321,13 +318,7 @@ class NativeRanking:
 
 def find_native_ranking() -> NativeRanking | None:
     """Return the ranking of beams by the library; None without it, or if TFORMER_KERNELS is 0."""
-    if os.environ.get(VARIABLE) == OFF:
-        return None
-    try:
-        import_onnxruntime()
-    except MissingExtraError:
-        return None
-    loaded = _load_library()
+    loaded = _load_library() if os.environ.get(VARIABLE) != OFF else None
     return None if loaded is None else NativeRanking(loaded[0])
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,17 +93,3 @@ def test_kernels_rank_beams_unless_they_are_turned_off(monkeypatch):
     assert find_ranking() is rank_beams
     monkeypatch.undo()
     assert isinstance(find_ranking(), NativeRanking)
-
-
-@pytest.mark.skipif(NATIVE is None, reason="native kernels are not built: make kernels")
-def test_onnxruntime_is_loaded_before_the_library():
-    """A library that is loaded first cannot read the programs of its operators."""
-    code = (
-        "import sys\n"
-        "from tformer_runtime.backend import native_kernels\n"
-        "load = native_kernels._load_library\n"
-        "native_kernels._load_library = lambda: print('onnxruntime' in sys.modules) or load()\n"
-        "native_kernels.find_native_ranking()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -491,3 +493,22 @@ def test_logits_without_numbers_end_no_loop_and_come_first():
     first, second = session.run(None, {"tokens": np.array([[3]]), "plan": np.array([2, 0])})[0]
     assert int(first[0].argmax()) == 9
     np.testing.assert_array_equal(second[0], np.zeros(WIDTH))  # of row 9
+
+
+FIRST = """
+import sys
+from pathlib import Path
+from tformer_runtime.backend import native_kernels
+assert native_kernels.find_native_ranking() is not None and "onnxruntime" not in sys.modules
+from tformer_runtime import Model
+model = Model.load(sys.argv[1], device="cpu", threads=1)
+print(model.engine.session.max_greedy_steps > 1, model.generate("hello").text)
+"""
+
+
+def test_library_may_be_loaded_before_onnxruntime(g2p_file, monkeypatch):
+    monkeypatch.setenv(VARIABLE, PATHS[0])
+    file = g2p_file(Quantization("none"), "throughput")
+    done = subprocess.run([sys.executable, "-c", FIRST, file], capture_output=True, text=True, check=True)
+    expected = Model.load(file, device="cpu", threads=1).generate("hello").text
+    assert done.stdout.split(maxsplit=1) == ["True", f"{expected}\n"]

@@ -128,8 +128,11 @@ def test_missing_or_damaged_library_leaves_the_operators(tmp_path, monkeypatch):
         if content is not None:
             file.write_bytes(content)
         monkeypatch.setattr(native_kernels, "_library_file", lambda: file if content is not None else None)  # noqa: B023
+        native_kernels._load_library.cache_clear()
         load_kernels.cache_clear()
         assert load_kernels(onnxruntime, "") is None
+        assert native_kernels.find_native_ranking() is None
+    native_kernels._load_library.cache_clear()
     load_kernels.cache_clear()
 
 
