@@ -34,9 +34,11 @@ class SpareBuffers:
 
     def __init__(self) -> None:
         self._spares: list[Spare] = []
+        self._closed = False
 
     def close(self) -> None:
-        """Free the buffers."""
+        """Free the buffers, and keep none any more."""
+        self._closed = True
         self._spares.clear()
 
     def keep(self, state: State) -> None:
@@ -46,7 +48,7 @@ class SpareBuffers:
         if not isinstance(call, SessionCall) or not is_plain or not state.cache.may_be_kept:
             return
         nbytes = state.nbytes + call.logits.nbytes
-        if nbytes <= MAX_SPARE_BYTES and len(self._spares) < MAX_SPARES:
+        if nbytes <= MAX_SPARE_BYTES and len(self._spares) < MAX_SPARES and not self._closed:
             if nbytes + call.loop_logits.nbytes > MAX_SPARE_BYTES:
                 call.loop_logits = call.logits[:0]
             self._spares.append(Spare(state.cache.detach(), state.lengths, call))

@@ -174,7 +174,12 @@ def test_few_spare_buffers_are_kept_and_none_after_close(files):
     del state, states
     gc.collect()
     assert sum(buffer() is not None for buffer in buffers) == spare_buffers.MAX_SPARES * len(buffers) // 9
+    left = start(engine)
+    decode(engine, left, 2)
+    buffers += [weakref.ref(array) for array in left.cache.buffers]
     engine.close()
+    engine.release(left)
+    del left
     gc.collect()
     assert not any(buffer() is not None for buffer in buffers)
 
