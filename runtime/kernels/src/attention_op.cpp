@@ -219,7 +219,7 @@ constexpr uint32_t NEEDED = 1 << QUERY | 1 << LAST | 1 << TOTAL;
 }  // namespace
 
 const OperatorKind ATTENTION = {"Attention", INPUTS, 3, ~NEEDED, "fffffiiffff", "rbbbbb---m-", false, make_operator<Attention>};
-const OperatorKind CONTEXT_ATTENTION = {"ContextAttention", CONTEXT_INPUTS, 1, 1 << CONTEXT_BIAS, "ffff", "rbbg", false,
+const OperatorKind CONTEXT_ATTENTION = {"ContextAttention", CONTEXT_INPUTS, 1, 1 << CONTEXT_BIAS, "ffff", "rccg", false,
                                         make_operator<ContextAttention>};
 
 }  // namespace tformer

@@ -252,16 +252,18 @@ class Chain final : public Operator {
     if (batch < 2 || rows * program.weights < DIVIDED_PRODUCTS) return {};
     if (program.weight_bytes > std::max(CACHED_BYTES, rows / std::min(max_parts, batch) * BYTES_OF_ROW)) return {};
     read_inputs(operands, inputs);
-    size_t units = batch;
+    size_t units = batch, context = program.computes_context ? batch : 0;  // context: its groups, once they are known
+    for (size_t value = 0; value < inputs.size() && context == 0; value++)
+      if (program.axes[value] == 'c' && is_divided(inputs[value], 'c')) context = inputs[value].size(0);
     for (size_t value = 0; value < inputs.size(); value++) {
       const Input& input = inputs[value];
       const char axis = program.axes[value];
       if (!is_divided(input, axis)) {
-        if (axis == 'r' || axis == 'p' || axis == 'b' || input.rank > max_rank(axis)) return {};
+        if (axis == 'r' || axis == 'p' || axis == 'b' || axis == 'c' || input.rank > max_rank(axis)) return {};
         if (axis != '-' && input.rank > 0 && input.size(0) == 0) return {};  // a part of one sequence would take it for a batch
         continue;
       }
-      if (axis != 'b' && axis != 'g' && input.size(0) != batch) return {};
+      if (input.size(0) != (axis == 'c' || axis == 'g' ? context : batch)) return {};
       units = std::gcd(units, input.size(0));
     }
     for (const std::vector<size_t>& addends : program.given_addends)
@@ -281,7 +283,8 @@ class Chain final : public Operator {
     switch (axis) {
       case 'r': return input.rank == 3 && input.size(0) > 0;
       case 'p': return input.rank == 2 && input.size(0) > 0;
-      case 'b': return input.rank >= 1 && input.rank <= MAX_RANK && input.size(0) > 0;
+      case 'b':
+      case 'c': return input.rank >= 1 && input.rank <= MAX_RANK && input.size(0) > 0;
       case 'a': return input.rank == 3 && input.size(0) > 1;
       case 'm':
       case 'g': return input.rank == 4 && input.size(0) > 1;

@@ -95,7 +95,7 @@ void Program::find_ends(const ort::Api* api) {
 void Program::find_axes() {
   constexpr char UNKNOWN = 0;
   axes.assign(inputs, UNKNOWN);
-  has_batch = true;
+  has_batch = true, computes_context = false;
   std::vector<bool> is_cache(values, false);
   for (const Link& link : links) {
     std::vector<size_t> addends;
@@ -106,7 +106,9 @@ void Program::find_axes() {
       if (value == NONE) continue;
       if (value >= inputs) {
         // What all sequences share is not computed from the batch.
-        if (axis == '-' || axis == 'm' || axis == 'g' || axis == 'p' || (is_cache[value] && axis != 'b')) has_batch = false;
+        if (axis == '-' || axis == 'm' || axis == 'g' || axis == 'p' || (is_cache[value] && axis != 'b' && axis != 'c'))
+          has_batch = false;
+        computes_context |= axis == 'c';
         adds_computed |= axis == 'a';
         continue;
       }

@@ -24,6 +24,7 @@ struct Program {
   std::vector<Link> links;
   std::vector<char> axes;          // of each input, by the operators that read it (`OperatorKind::axes`)
   bool has_batch;                  // whether all values that are computed may have the batch on axis 0
+  bool computes_context;           // whether it computes keys or values of a context
   std::vector<std::vector<size_t>> given_addends;  // inputs (axes a) of each operator that adds inputs alone
   size_t weights, weight_bytes;    // of all matrices
 

@@ -178,10 +178,11 @@ std::unique_ptr<Operator> make_operator(const Attributes& attributes) {
 // axes: what axis 0 of each input is, so that a chain can divide a batch:
 //   r: the batch; axis 1 are its positions, axis 2 their numbers. The first result has the same axes 0 and 1
 //   p: the batch; axis 1 are its positions
-//   b: the batch, or groups of neighbouring sequences of it
+//   b: the batch
 //   a: as r; or the input is one that all sequences share, with fewer axes or an axis 0 of size 1
 //   m: the batch, of four axes; or the input is one that all sequences share, as for a
-//   g: as b, of four axes; or the input is one that all sequences share, as for a
+//   c: a context: the batch, or groups of neighbouring sequences of it
+//   g: the groups of the context, of four axes; or the input is one that all sequences share, as for a
 //   -: the input is one that all sequences share
 struct OperatorKind {
   const char* name;
