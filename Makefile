@@ -7,7 +7,8 @@
 # make test-avx2    run the suite with the kernels of processors without AVX-512, on a processor with AVX-512
 # make kernels      build the native kernels of this processor's kind, which the tests and the runtime then find
 # make kernels-emulated  the tests of the kernels with AMX in plain C++, for processors without it
-# make kernels-sanitize  compare all paths of the kernels, and run chains, under the address and undefined-behaviour sanitizers
+# make kernels-sanitize  compare all paths of the kernels under the address and undefined-behaviour sanitizers
+# make kernels-sanitize-chains  run the tests of chains and loops under them, in five minutes
 # make kernels-arm  compare the paths for Arm in an emulator (g++-aarch64-linux-gnu and qemu-user)
 # make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
@@ -38,7 +39,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --constraint $(@D)/same.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-arm test test-avx2 test-ray thorough fuzz \
+.PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-sanitize-chains kernels-arm test test-avx2 test-ray thorough fuzz \
   check audit hooks web web-demo docs docs-check evaluate bench bench-quick wild wild-repositories clean
 
 help:
@@ -124,14 +125,18 @@ kernels-emulated: $(READY)
 	@cp $(KERNELS)/__init__.py build/kernels-emulated/libtformer_kernels.* build/kernels-emulated/tformer_kernels
 	PYTHONPATH=build/kernels-emulated $(BIN)/python -m pytest tests/unit/runtime/kernels
 
+kernels-sanitize:
+	@mkdir -p build
+	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON,--target compare_paths)
+	build/kernels-sanitize/compare_paths 400
+
 # Chains run within onnxruntime: Python loads the sanitizers first. A folder of the package's name comes before the installed one.
 SANITIZED = $(addprefix tests/unit/runtime/kernels/,test_chains.py test_greedy_loop.py test_row_operators.py)
 SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 
-kernels-sanitize: $(READY)
+kernels-sanitize-chains: $(READY)
 	@mkdir -p build/kernels-sanitize/tformer_kernels
-	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON)
-	build/kernels-sanitize/compare_paths 400
+	@$(call COMPILE,-sanitize,-DTFORMER_TESTS=ON -DTFORMER_SANITIZE=ON -DTFORMER_EMULATE_AMX=ON,--target tformer_kernels)
 	@touch build/kernels-sanitize/tformer_kernels/__init__.py
 	@cp build/kernels-sanitize/libtformer_kernels.* build/kernels-sanitize/tformer_kernels/
 	PYTHONPATH=build/kernels-sanitize LD_PRELOAD="$(SANITIZERS)" \

@@ -148,7 +148,7 @@ def test_logits_of_steps_take_bounded_memory(models, monkeypatch):
 
 def test_spare_buffers_have_no_large_logits(models, monkeypatch):
     engine = models[0].engine
-    engine._spares.close()
+    engine._spares._spares.clear()
     for has_room in (True, False):
         state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
         engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
