@@ -86,6 +86,7 @@ class Simulation:
             self._current[matrix.name] = current
             exchanged |= current[1]
         self._session.exchanged = exchanged
+        self.engine.drop_bindings()
 
     def _values(self, matrix: Matrix, bits: int) -> dict[str, Any]:
         array, session = self._dequantized(matrix, bits), self._session

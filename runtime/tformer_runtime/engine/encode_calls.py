@@ -20,7 +20,7 @@ class EncodeCalls:
         self._session, self._static_inputs = static_inputs.session, static_inputs
         self._unused: list[Binding] = []  # with a placeholder for every input
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """Drop the bindings."""
         self._unused.clear()
 

@@ -84,10 +84,15 @@ class Engine:
     def close(self) -> None:
         """Free the weights, and on CUDA the buffers, as `Session.close` does. States keep their own caches."""
         self.session.close()
-        self._encode_calls.close()
+        self._encode_calls.clear()
         self._spares.close()
         if self.pool is not None:
             self.pool.close()
+
+    def drop_bindings(self) -> None:
+        """Drop the bindings that are kept for later calls: needed if what `Session.new_binding` binds has changed."""
+        self._encode_calls.clear()
+        self._spares.clear()
 
     @property
     def decode(self) -> DecodeStage:

@@ -36,10 +36,14 @@ class SpareBuffers:
         self._spares: list[Spare] = []
         self._closed = False
 
+    def clear(self) -> None:
+        """Free the buffers."""
+        self._spares.clear()
+
     def close(self) -> None:
         """Free the buffers, and keep none any more."""
         self._closed = True
-        self._spares.clear()
+        self.clear()
 
     def keep(self, state: State) -> None:
         """Keep the buffers of a state, if they may be used again. The state must be released afterwards."""
