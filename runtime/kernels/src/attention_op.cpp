@@ -27,7 +27,7 @@ void read_inputs(Operands& operands, Input (&in)[COUNT]) {
   }
 }
 
-size_t count_of(const Attributes& attributes, const char* name) {
+size_t count_from(const Attributes& attributes, const char* name) {
   const int64_t count = attributes.integer(name);
   require(attributes.api, count >= 1 && count <= MAX_HEADS, HEADS_MUST_SHARE);
   return static_cast<size_t>(count);
@@ -97,8 +97,8 @@ class Attention final : public Operator {
  public:
   explicit Attention(const Attributes& attributes)
       : path(attributes.path()),
-        heads(count_of(attributes, "heads")),
-        groups(count_of(attributes, "groups")),
+        heads(count_from(attributes, "heads")),
+        groups(count_from(attributes, "groups")),
         scale(attributes.number("scale")),
         causal(attributes.integer("causal") != 0),
         interleaved(attributes.integer("interleaved") != 0) {
@@ -133,9 +133,7 @@ void Attention::run(Operands& operands) const {
     call.keys = heads_of(api, call, in[KEY], call.length);
     call.values = heads_of(api, call, in[VALUE], call.length);
   }
-  size_t lasts = in[LAST].data ? 1 : 0;
-  for (size_t axis = 0; axis < in[LAST].rank; axis++) lasts *= in[LAST].size(axis);
-  require(api, in[LAST].data && lasts == call.batch && in[TOTAL].data,
+  require(api, in[LAST].data && count_of(in[LAST].sizes, in[LAST].rank) == call.batch && in[TOTAL].data,
           "tformer-kernels: attention needs a last position for each sequence");
   call.last = static_cast<const int32_t*>(in[LAST].data);
   for (size_t axis = 0; axis < in[TOTAL].rank; axis++)
@@ -171,7 +169,7 @@ class ContextAttention final : public Operator {
  public:
   explicit ContextAttention(const Attributes& attributes)
       : path(attributes.path()),
-        heads(count_of(attributes, "heads")),
+        heads(count_from(attributes, "heads")),
         scale(attributes.number("scale")),
         shared(attributes.integer("shared") != 0) {}
 
@@ -200,8 +198,7 @@ class ContextAttention final : public Operator {
   // Queries (…) as (C, N, H · D), with C rows of keys.
   Shape divided(const ort::Api* api, const Input& query, const Input& key) const {
     const size_t rows = key.size(0), width = key.rank == 4 ? heads * key.size(3) : key.size(2);
-    size_t count = 1;
-    for (size_t axis = 0; axis < query.rank; axis++) count *= query.size(axis);
+    const size_t count = count_of(query.sizes, query.rank);
     // Not by rows * width, which may overflow to 0: keys without positions may have any number of rows.
     require(api, query.data && width > 0 && (rows > 0 ? count % rows == 0 && count / rows % width == 0 : count == 0),
             "tformer-kernels: queries must be divided evenly among the rows of keys");

@@ -101,11 +101,11 @@ class PartRun {
     if (is_complete) pool.give_back(std::move(buffers));
   }
 
-  // loop: of a chain that runs several times; nullptr for others.
-  void run(const GreedyLoop* loop, const GreedyRun* greedy) {
+  // greedy: of a chain that may run several times; nullptr for others.
+  void run(const GreedyRun* greedy) {
     is_complete = false;
     for (const Link& link : program.links) {
-      LinkOperands link_operands(*this, link, loop, greedy);
+      LinkOperands link_operands(*this, link, greedy);
       link.op->run(link_operands);
       for (size_t value : link.ended)
         if (computed[value - program.inputs].input.data != nullptr) buffers->give_back(buffer_of[value]);
@@ -124,8 +124,8 @@ class PartRun {
 
   class LinkOperands final : public Operands {
    public:
-    LinkOperands(PartRun& own, const Link& link, const GreedyLoop* loop, const GreedyRun* greedy)
-        : Operands(own.operands.api, own.operands.context, own.has_threads), own(own), link(link), loop(loop), greedy(greedy) {}
+    LinkOperands(PartRun& own, const Link& link, const GreedyRun* greedy)
+        : Operands(own.operands.api, own.operands.context, own.has_threads), own(own), link(link), greedy(greedy) {}
 
     Input input(size_t index) override {
       const size_t value = index < link.inputs.size() ? link.inputs[index] : NONE;
@@ -142,7 +142,7 @@ class PartRun {
       require(api, rank <= MAX_RANK, "tformer-kernels: a result of an operator has too many axes");
       float* data = nullptr;
       if (value < own.program.inputs + own.program.results) {
-        const bool is_logits = greedy != nullptr && value == loop->logits;
+        const bool is_logits = greedy != nullptr && value == greedy->loop.logits;
         data = own.results.part(value, sizes, rank, own.part, is_logits ? greedy->steps : 1, is_logits ? greedy->step : 0);
       } else {
         own.buffer_of[value] = own.buffers->take(count_of(sizes, rank));
@@ -157,7 +157,6 @@ class PartRun {
    private:
     PartRun& own;
     const Link& link;
-    const GreedyLoop* loop;
     const GreedyRun* greedy;
   };
 
@@ -200,7 +199,7 @@ class Chain final : public Operator {
     std::optional<GreedyRun> greedy;
     if (loop) greedy.emplace(operands.api, *loop, inputs);
     const std::vector<Part> parts = divide(operands, inputs);
-    if (parts.size() > 1)
+    if (!parts.empty())
       run_parts(operands, results, inputs, parts, greedy);
     else
       run_whole(operands, results, inputs, greedy);
@@ -217,11 +216,9 @@ class Chain final : public Operator {
       if (inputs[value].data == nullptr) inputs[value] = operands.input(value);
   }
 
-  const GreedyLoop* own_loop() const { return loop ? &*loop : nullptr; }
-
   void run_whole(Operands& operands, Results& results, std::vector<Input>& inputs, std::optional<GreedyRun>& greedy) const {
     PartRun run(program, operands, results, inputs, *pool, {}, true);
-    do run.run(own_loop(), greedy ? &*greedy : nullptr);
+    do run.run(greedy ? &*greedy : nullptr);
     while (greedy && next(operands.api, *greedy, results, inputs, run));
   }
 
@@ -238,7 +235,7 @@ class Chain final : public Operator {
     return greedy.next(results.data(loop->logits) + greedy.step * batch * vocabulary, vocabulary);
   }
 
-  // Returns the parts of the batch; one if it is not worth dividing, or if it cannot be divided.
+  // Returns the parts of the batch; none if it is not worth dividing, or if it cannot be divided.
   std::vector<Part> divide(Operands& operands, std::vector<Input>& inputs) const {
     if (max_parts < 2 || !program.has_batch || program.weights == 0) return {};
     size_t batch = 0, positions = 0;
@@ -270,6 +267,7 @@ class Chain final : public Operator {
       if (std::none_of(addends.begin(), addends.end(), [&](size_t value) { return is_divided(inputs[value], program.axes[value]); }))
         return {};
     const size_t count = std::min(max_parts, units);
+    if (count < 2) return {};
     std::vector<Part> parts(count);
     for (size_t i = 0; i < count; i++) parts[i] = {units * i / count, units * (i + 1) / count, units};
     return parts;
@@ -301,7 +299,6 @@ class Chain final : public Operator {
 
   struct Job {
     const ort::Api* api;
-    const GreedyLoop* loop;
     const GreedyRun* greedy;
     std::vector<PartInputs> inputs;
     std::vector<std::unique_ptr<PartRun>> runs;
@@ -327,15 +324,14 @@ class Chain final : public Operator {
   void run_parts(Operands& operands, Results& results, std::vector<Input>& inputs, const std::vector<Part>& parts,
                  std::optional<GreedyRun>& greedy) const {
     const size_t count = parts.size();
-    Job job{operands.api, own_loop(), greedy ? &*greedy : nullptr, std::vector<PartInputs>(count), {},
-            std::vector<ort::Status*>(count)};
+    Job job{operands.api, greedy ? &*greedy : nullptr, std::vector<PartInputs>(count), {}, std::vector<ort::Status*>(count)};
     for (size_t i = 0; i < count; i++) {
       job.inputs[i] = take_inputs(parts[i], inputs);
       job.runs.push_back(std::make_unique<PartRun>(program, operands, results, job.inputs[i].values, *pool, parts[i], false));
     }
     auto task = [](void* data, size_t i) {
       Job& job = *static_cast<Job*>(data);
-      job.errors[i] = guarded(job.api, [&] { job.runs[i]->run(job.loop, job.greedy); });
+      job.errors[i] = guarded(job.api, [&] { job.runs[i]->run(job.greedy); });
     };
     do {
       parallel_for(&operands, task, count, &job);

@@ -1,8 +1,8 @@
 #include "chain_program.h"
 
 #include <algorithm>
-#include <charconv>
-#include <string_view>
+
+#include "words.h"
 
 namespace tformer {
 
@@ -14,11 +14,7 @@ Program::Program(const Attributes& attributes) : weights(0), weight_bytes(0) {
   inputs = static_cast<size_t>(given_inputs), results = static_cast<size_t>(given_outputs);
   values = inputs + results;
   const std::string program = attributes.text("program");
-  for (std::string_view rest = program; !rest.empty();) {
-    const size_t end = std::min(rest.find('\n'), rest.size());
-    links.push_back(read_link(attributes, std::string(rest.substr(0, end))));
-    rest.remove_prefix(std::min(end + 1, rest.size()));
-  }
+  for (std::string_view rest = program; !rest.empty();) links.push_back(read_link(attributes, take_until('\n', rest)));
   find_ends(attributes.api);
   find_axes();
   for (const Link& link : links)
@@ -28,16 +24,9 @@ Program::Program(const Attributes& attributes) : weights(0), weight_bytes(0) {
     }
 }
 
-Link Program::read_link(const Attributes& attributes, const std::string& text) {
-  std::string_view line = text;
+Link Program::read_link(const Attributes& attributes, std::string_view line) {
   const ort::Api* api = attributes.api;
-  auto next_word = [&] {
-    const size_t end = std::min(line.find(' '), line.size());
-    const std::string_view word = line.substr(0, end);
-    line.remove_prefix(std::min(end + 1, line.size()));
-    return word;
-  };
-  const std::string_view name = next_word();
+  const std::string_view name = take_until(' ', line);
   const OperatorKind* kind = nullptr;
   for (const OperatorKind* each : KINDS)
     if (!each->is_chain && each->name == name) kind = each;
@@ -45,17 +34,15 @@ Link Program::read_link(const Attributes& attributes, const std::string& text) {
   Link link{kind, nullptr, {}, {}, {}};
   std::vector<size_t>* places = &link.inputs;
   while (!line.empty()) {
-    const std::string_view word = next_word();
+    const std::string_view word = take_until(' ', line);
     if (word == ">") {
       places = &link.outputs;
       continue;
     }
-    size_t value = NONE;
-    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-    const bool is_number = error == std::errc() && end == word.data() + word.size() && value < MAX_VALUES;
-    require(api, is_number || word == "-", "tformer-kernels: a chain has a damaged program");
-    places->push_back(is_number ? value : NONE);
-    if (is_number) values = std::max(values, value + 1);
+    const std::optional<size_t> value = number_of(word);
+    require(api, value ? *value < MAX_VALUES : word == "-", "tformer-kernels: a chain has a damaged program");
+    places->push_back(value.value_or(NONE));
+    if (value) values = std::max(values, *value + 1);
   }
   require(api, link.inputs.size() <= kind->inputs && link.outputs.size() <= kind->outputs,
           "tformer-kernels: an operator of a chain has too many operands");

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memory>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "operator.h"
@@ -10,7 +10,6 @@
 namespace tformer {
 
 constexpr size_t MAX_VALUES = 1 << 20;  // of a chain
-constexpr size_t NONE = ~size_t{0};     // a value that is not there
 
 struct Link {
   const OperatorKind* kind;
@@ -32,7 +31,7 @@ struct Program {
   explicit Program(const Attributes& attributes);
 
  private:
-  Link read_link(const Attributes& attributes, const std::string& line);
+  Link read_link(const Attributes& attributes, std::string_view line);
   void find_ends(const ort::Api* api);
   void find_axes();
 };

@@ -1,14 +1,13 @@
 #include "greedy_loop.h"
 
 #include <algorithm>
-#include <charconv>
 #include <limits>
-#include <string_view>
+
+#include "words.h"
 
 namespace tformer {
 namespace {
 
-constexpr size_t NOT_GIVEN = ~size_t{0};
 constexpr int64_t MAX_STEPS = 1 << 16;
 
 // The place of the first of the greatest numbers; a NaN is greater than all others.
@@ -21,48 +20,38 @@ size_t likeliest(const float* logits, size_t count) {
 
 }  // namespace
 
-GreedyLoop::GreedyLoop(const Attributes& attributes, size_t inputs, size_t results)
-    : tokens(NOT_GIVEN), logits(NOT_GIVEN), plan(NOT_GIVEN) {
+GreedyLoop::GreedyLoop(const Attributes& attributes, size_t inputs, size_t results) : tokens(NONE), logits(NONE), plan(NONE) {
   auto require_that = [&](bool holds) { require(attributes.api, holds, "tformer-kernels: a chain has a damaged loop"); };
   const std::string text = attributes.text("loop");
   for (std::string_view rest = text; !rest.empty();) {
-    const size_t end = std::min(rest.find('\n'), rest.size());
-    std::string_view line = rest.substr(0, end);
-    rest.remove_prefix(std::min(end + 1, rest.size()));
-    auto next_word = [&] {
-      const size_t size = std::min(line.find(' '), line.size());
-      const std::string_view word = line.substr(0, size);
-      line.remove_prefix(std::min(size + 1, line.size()));
-      return word;
-    };
-    auto next_value = [&](bool is_result) {
-      const std::string_view word = next_word();
-      size_t value = NOT_GIVEN;
-      const auto [last, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-      require_that(error == std::errc() && last == word.data() + word.size());
-      require_that(is_result ? value >= inputs && value < inputs + results : value < inputs);
+    std::string_view line = take_until('\n', rest);
+    auto next_value = [&](size_t first, size_t end) {
+      const size_t value = number_of(take_until(' ', line)).value_or(NONE);
+      require_that(value >= first && value < end);
       return value;
     };
-    const std::string_view role = next_word();
+    auto next_input = [&] { return next_value(0, inputs); };
+    auto next_result = [&] { return next_value(inputs, inputs + results); };
+    const std::string_view role = take_until(' ', line);
     if (role == "tokens") {
-      tokens = next_value(false);
+      tokens = next_input();
     } else if (role == "logits") {
-      logits = next_value(true);
+      logits = next_result();
     } else if (role == "plan") {
-      plan = next_value(false);
+      plan = next_input();
     } else if (role == "counts") {
-      counts.push_back(next_value(false));
+      counts.push_back(next_input());
     } else {
       require_that(role == "cache");
-      const size_t input = next_value(false);
-      caches.emplace_back(input, next_value(true));
+      const size_t input = next_input();
+      caches.emplace_back(input, next_result());
     }
     require_that(line.empty());
   }
-  require_that(tokens != NOT_GIVEN && logits != NOT_GIVEN && plan != NOT_GIVEN);
+  require_that(tokens != NONE && logits != NONE && plan != NONE);
 }
 
-GreedyRun::GreedyRun(const ort::Api* api, const GreedyLoop& loop, std::vector<Input>& values) : loop(loop), values(values) {
+GreedyRun::GreedyRun(const ort::Api* api, const GreedyLoop& loop, std::vector<Input>& values) : loop(loop) {
   const Input& plan = values[loop.plan];
   require(api, plan.type == ort::INT64 && plan.rank == 1, "tformer-kernels: the plan of a loop must be a list of integers");
   const size_t size = plan.size(0);

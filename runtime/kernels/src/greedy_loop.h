@@ -15,7 +15,6 @@
 // steps after it are not written.
 #pragma once
 
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,18 +34,17 @@ struct GreedyLoop {
 // A run of a loop.
 class GreedyRun {
  public:
+  const GreedyLoop& loop;
   size_t step = 0, steps = 1;  // the number of this step, and the greatest number of steps
 
   // values: the inputs of the chain; those that change become references to memory of this object.
   GreedyRun(const ort::Api* api, const GreedyLoop& loop, std::vector<Input>& values);
 
   // Chooses the next tokens. Return whether there is another step, which reads them.
-  // logits: (batch, vocabulary) of this step, the same after the call; caches: of the results.
+  // logits: (batch, vocabulary) of this step, the same after the call.
   bool next(float* logits, size_t vocabulary);
 
  private:
-  const GreedyLoop& loop;
-  std::vector<Input>& values;
   std::vector<int64_t> ends, forbidden, tokens;
   std::vector<std::vector<int64_t>> long_counts;
   std::vector<std::vector<int32_t>> short_counts;

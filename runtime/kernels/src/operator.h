@@ -114,6 +114,7 @@ struct Shape {
 };
 
 constexpr size_t MAX_NUMBERS = size_t{1} << 60;  // of a value
+constexpr size_t NONE = ~size_t{0};              // the number of a value that is not there
 
 // The product of sizes. Throws bad_alloc if no memory holds as many numbers.
 inline size_t count_of(const int64_t* sizes, size_t rank) {
