@@ -88,8 +88,8 @@ class HfRows:
             own += new.tolist()
         return self.logits()
 
-    def max_greedy_steps(self) -> int:
-        return 1
+    def greedy_steps(self, tokens: np.ndarray, make_plan: Any) -> None:
+        return None
 
     def requests(self) -> None:
         return None

@@ -12,7 +12,7 @@ from tformer_runtime.decoding.row_placement import pad_rows
 from tformer_runtime.decoding.sampling import log_normalizer
 from tformer_runtime.decoding.sequence import SequenceTask, top_alternatives
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.greedy_steps import GreedySteps, Planner
 from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.engine.state import State
 from tformer_runtime.engine.step_outputs import StepHistory
@@ -30,11 +30,8 @@ class EngineBatch:
         self.record()
         return logits
 
-    def max_greedy_steps(self) -> int:
-        return self._engine.max_greedy_steps(self.state)
-
-    def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
-        return self._engine.greedy_steps(self.state, tokens, plan)
+    def greedy_steps(self, tokens: Ints, make_plan: Planner) -> GreedySteps | None:
+        return self._engine.greedy_steps(self.state, tokens, make_plan)
 
     def reorder(self, rows: Ints) -> None:
         self._engine.reorder(self.state, rows)

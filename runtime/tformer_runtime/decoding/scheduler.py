@@ -24,7 +24,7 @@ from tformer_runtime.decoding.row_placement import is_identity, place_rows
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.decoding.sequence import SequenceSearch, SequenceTask
 from tformer_runtime.decoding.token_search import TokenSearch
-from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.greedy_steps import GreedySteps, Planner
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare, never_fits_error
 from tformer_runtime.engine.step_outputs import StepHistory
 
@@ -42,13 +42,9 @@ class RunningBatch(Protocol):
     def step(self, tokens: Ints) -> F32 | DeviceLogits:
         """Feed (rows, 1) tokens. Return logits (rows, vocabulary), which the next step overwrites."""
 
-    def max_greedy_steps(self) -> int:
-        """Return how many steps `greedy_steps` may run at once; 1 if it cannot run."""
-
-    def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
-        """Feed (rows, 1) tokens, and then the tokens that the plan chooses.
-
-        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that it chooses.
+    def greedy_steps(self, tokens: Ints, make_plan: Planner) -> GreedySteps | None:
+        """Feed (rows, 1) tokens, and then the tokens that a plan chooses. Return None, and feed nothing, if the model
+        cannot do so, or if there is no plan.
         """
 
     def reorder(self, rows: Ints) -> None:
@@ -397,17 +393,15 @@ class Scheduler:
         """
         assert self._rows is not None
         assert self._tokens is not None
-        search, plan = self._only_token_search(), None
-        if search is not None and (max_steps := self._rows.max_greedy_steps()) > 1:
-            plan = search.greedy_plan(max_steps)
-        if search is None or plan is None:
+        search = self._only_token_search()
+        steps = None if search is None else self._rows.greedy_steps(self._tokens, search.greedy_plan)
+        if search is None or steps is None:
             self._logits = self._rows.step(self._tokens)
         else:
-            logits, tokens = self._rows.greedy_steps(self._tokens, plan)
-            search.take_greedy(logits, tokens, plan)
+            search.take_greedy(steps)
             self._has_cancelled_rows |= any(task.error is not None for task in search.tasks)
-            self.generated_tokens += (len(tokens) - 1) * search.num_sequences
-            self._logits = logits[-1]
+            self.generated_tokens += (len(steps.tokens) - 1) * search.num_sequences
+            self._logits = steps.logits[-1]
         self._tokens = None
 
     def _only_token_search(self) -> TokenSearch | None:

@@ -23,7 +23,7 @@ from tformer_runtime.decoding.drafting import Drafter, DraftLengthController, Gu
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.greedy_steps import Planner
 from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.engine.step_outputs import StepHistory
 
@@ -154,11 +154,8 @@ class SpeculativeBatch:
         histories = [row.batch.histories() for row in self._rows]
         return [history for row_histories in histories if row_histories for history in row_histories] or None
 
-    def max_greedy_steps(self) -> int:
-        return 1
-
-    def greedy_steps(self, tokens: Ints, plan: GreedyPlan) -> tuple[F32, Ints]:
-        raise NotImplementedError  # `max_greedy_steps` is 1
+    def greedy_steps(self, tokens: Ints, make_plan: Planner) -> None:
+        return None
 
     def guesses(self) -> list[Guess | None]:
         return [row.guess for row in self._rows]

@@ -23,7 +23,7 @@ from tformer_runtime.decoding.sequence import (
     Token,
     top_alternatives,
 )
-from tformer_runtime.engine.greedy_steps import GreedyPlan
+from tformer_runtime.engine.greedy_steps import GreedyPlan, GreedySteps
 from tformer_runtime.engine.step_outputs import StepHistory
 
 
@@ -272,11 +272,9 @@ class TokenSearch:
         ends = {end for row in self._rows for end in row.task.end_ids}
         return GreedyPlan(int(steps), tuple(ends), forbidden)
 
-    def take_greedy(self, logits: F32, tokens: Ints, plan: GreedyPlan) -> None:
-        """Append the tokens that the model has chosen by a plan, but for those of the last step, which `advance` takes.
-
-        logits: (steps, rows, vocabulary). tokens: (steps, rows).
-        """
+    def take_greedy(self, steps: GreedySteps) -> None:
+        """Append the tokens that the model has chosen, but for those of the last step, which `advance` takes."""
+        logits, tokens, plan = steps
         flat = logits.reshape(tokens.size, -1)
         logprobs: F32 = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
         logprobs = logprobs.reshape(tokens.shape)

@@ -21,13 +21,13 @@ import numpy as np
 
 from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits, may_capture
 from tformer_runtime.backend.session import Session
-from tformer_runtime.base.arrays import F32, Array, Ints
+from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError, UnsupportedCallError
 from tformer_runtime.engine.cuda_call import CudaGraphCall
 from tformer_runtime.engine.decode_call import SessionCall
 from tformer_runtime.engine.encode_calls import EncodeCalls
 from tformer_runtime.engine.encoder_context import EncoderContext
-from tformer_runtime.engine.greedy_steps import GreedyPlan, find_last_step
+from tformer_runtime.engine.greedy_steps import GreedySteps, Planner, chosen_tokens
 from tformer_runtime.engine.item_context import MISSING_ITEMS, encode_items
 from tformer_runtime.engine.kv_cache import KVCache
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
@@ -383,13 +383,17 @@ class Engine:
         steps = min(self.session.max_greedy_steps, MAX_LOOP_LOGITS // max(numbers, 1))
         return max(1, min(steps, self.manifest.max_length - state.max_row_length))
 
-    def greedy_steps(self, state: State, tokens: Array, plan: GreedyPlan) -> tuple[F32, Ints]:
+    def greedy_steps(self, state: State, tokens: Array, make_plan: Planner) -> GreedySteps | None:
         """Feed one token to every row, and then the likeliest tokens, in one run of the session.
 
-        tokens: (rows, 1). plan: of at most `max_greedy_steps` steps.
-        Return the logits (steps, rows, vocabulary) after each step, and the tokens (steps, rows) that it chooses. The
-        state has not read those of the last step. The steps end as `find_last_step` says. Errors as of `step`.
+        tokens: (rows, 1).
+        Return None, and feed nothing, if the session cannot run several steps or if there is no plan. The steps end as
+        `chosen_tokens` says. Errors as of `step`.
         """
+        max_steps = self.max_greedy_steps(state)
+        plan = make_plan(max_steps) if max_steps > 1 else None
+        if plan is None:
+            return None
         state.check()
         if state.cache.reserve(state.max_row_length + plan.max_steps, state.max_row_length):
             state.call = None
@@ -400,12 +404,13 @@ class Engine:
                 state.calls[1, "last"] = call
         state.call = call
         logits = call.run_greedy(state, tokens, plan.encode(), plan.max_steps)
-        steps, chosen = find_last_step(logits, plan)
+        chosen = chosen_tokens(logits, plan)
+        steps = len(chosen)
         state.record_step()
         state.cache.record_writes(state.lengths, steps)
         state.lengths += steps
         state.max_row_length += steps
-        return logits[:steps], chosen
+        return GreedySteps(logits[:steps], chosen, plan)
 
     def reorder(self, state: State, rows: Array) -> None:
         """Replace row i by row rows[i]. Rows may repeat (beams), and be fewer (finished rows) or more than before."""

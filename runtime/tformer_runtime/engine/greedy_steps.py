@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +29,24 @@ class GreedyPlan(NamedTuple):
         return np.array([self.max_steps, len(self.ends), *self.ends, *self.forbidden.tolist()], np.int64)
 
 
-def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
-    """Return the number of steps whose logits count, and the tokens (steps, rows) that each of them chooses.
+# Makes the plan of at most so many steps; None if the model may not choose tokens by itself.
+Planner = Callable[[int], GreedyPlan | None]
+
+
+class GreedySteps(NamedTuple):
+    """Steps that a model has run by a plan.
+
+    logits: (steps, rows, vocabulary), after each step.
+    tokens: (steps, rows), that each step has chosen. The model has not read those of the last step.
+    """
+
+    logits: F32
+    tokens: Ints
+    plan: GreedyPlan
+
+
+def chosen_tokens(logits: F32, plan: GreedyPlan) -> Ints:
+    """Return the tokens (steps, rows) that the steps of a loop choose, up to the last step that counts.
 
     logits: (max_steps, rows, vocabulary), those of a loop, whose later steps may not have run.
 
@@ -46,8 +63,7 @@ def find_last_step(logits: F32, plan: GreedyPlan) -> tuple[int, Ints]:
             chosen.append(tokens[: int(stops.argmax()) // rows + 1])
             break
         chosen.append(tokens)
-    all_tokens = np.concatenate(chosen)
-    return len(all_tokens), all_tokens
+    return np.concatenate(chosen)
 
 
 def _choose(logits: F32, plan: GreedyPlan) -> tuple[Ints, Array]:

@@ -58,6 +58,11 @@ VALUE_INFO_TYPE = 2
 # TypeProto and TypeProto.Tensor
 TYPE_TENSOR_TYPE = 1
 TYPE_TENSOR_ELEM_TYPE = 1
+TYPE_TENSOR_SHAPE = 2
+
+# TensorShapeProto and TensorShapeProto.Dimension
+TENSOR_SHAPE_DIM = 1
+DIMENSION_DIM_PARAM = 2
 
 # TensorProto
 TENSOR_DIMS = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -280,6 +280,16 @@ def remove_unread(graph: Graph) -> None:
     for inner in graph.all_graphs():
         for name in [name for name in inner.initializers if name not in needed]:
             del inner.initializers[name], inner.encoded_initializers[name]
+
+
+def needed_nodes(nodes: Sequence[Node], names: Iterable[str]) -> list[Node]:
+    """Return the nodes that values depend on, in their order. names: of the values."""
+    needed, kept = {*names}, []
+    for node in reversed(nodes):
+        if not needed.isdisjoint(node.outputs):
+            needed |= node.names_read() - {""}
+            kept.append(node)
+    return kept[::-1]
 
 
 def _keep_needed(graph: Graph, needed: set[str]) -> None:

@@ -7,7 +7,7 @@ around the chain, which look up rows of tables, add or multiply, and select posi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,13 +27,16 @@ from tformer_runtime.format.manifest import (
 from tformer_runtime.format.onnx_fields import (
     DATA_TYPE_FLOAT,
     DATA_TYPE_INT64,
+    DIMENSION_DIM_PARAM,
     GRAPH_INPUT,
+    TENSOR_SHAPE_DIM,
     TYPE_TENSOR_ELEM_TYPE,
+    TYPE_TENSOR_SHAPE,
     TYPE_TENSOR_TYPE,
     VALUE_INFO_NAME,
     VALUE_INFO_TYPE,
 )
-from tformer_runtime.format.onnx_graph import Graph, Node, new_node
+from tformer_runtime.format.onnx_graph import Graph, Node, needed_nodes, new_node
 from tformer_runtime.format.onnx_wire import bytes_field, varint_field
 from tformer_runtime.rewriting.operator_chain import MAX_CHAIN, Loop, new_chain
 from tformer_runtime.rewriting.quantized_product import Readers
@@ -63,7 +66,7 @@ def make_greedy_loop(graph: Graph, decode: DecodeStage, domain: str, parts: int)
         indices.add(decode.step.name)
     changing = {decode.step.name, *_COUNTS, *_OTHER_COUNTS, *(cache.past for cache in decode.caches)}
     conversion = _Conversion(branch, graph.input_names(), indices, changing, domain)
-    members = conversion.convert(_producers(branch, results), results)
+    members = conversion.convert(needed_nodes(branch.nodes, results), results)
     if members is None or len(members) > MAX_CHAIN:
         return False
     read = {name for node in members for name in node.inputs}
@@ -93,7 +96,7 @@ def make_greedy_loop(graph: Graph, decode: DecodeStage, domain: str, parts: int)
     return True
 
 
-_FREE_AXIS = bytes_field(2, bytes_field(1, bytes_field(2, b"plan")))  # TypeProto.Tensor.shape.dim[0].dim_param
+_FREE_AXIS = bytes_field(TYPE_TENSOR_SHAPE, bytes_field(TENSOR_SHAPE_DIM, bytes_field(DIMENSION_DIM_PARAM, b"plan")))
 
 
 def _find_stage(graph: Graph, logits: str) -> tuple[Graph, dict[str, str]] | None:
@@ -109,29 +112,15 @@ def _find_stage(graph: Graph, logits: str) -> tuple[Graph, dict[str, str]] | Non
     return branch, dict(zip(node.outputs, branch.outputs, strict=True))
 
 
-def _producers(graph: Graph, names: Iterable[str]) -> list[Node]:
-    """Return the nodes of a graph that values depend on, in their order."""
-    needed, nodes = {*names}, []
-    for node in reversed(graph.nodes):
-        if not needed.isdisjoint(node.outputs):
-            needed |= node.names_read()
-            nodes.append(node)
-    return nodes[::-1]
-
-
 def _other_nodes(graph: Graph, members: list[Node]) -> tuple[list[Node], list[Node]]:
     """Return the other nodes of a graph whose results are read: those that depend on no result of `members`, and those
     that do.
     """
     computed = {name for node in members for name in node.outputs}
-    needed = {*graph.outputs}.union(*(node.inputs for node in members))
-    kept = []
-    for node in reversed([node for node in graph.nodes if computed.isdisjoint(node.outputs)]):
-        if not needed.isdisjoint(node.outputs):
-            needed |= node.names_read()
-            kept.append(node)
+    read = {*graph.outputs}.union(*(node.inputs for node in members))
+    others = [node for node in graph.nodes if computed.isdisjoint(node.outputs)]
     before, after = [], []
-    for node in reversed(kept):
+    for node in needed_nodes(others, read):
         if computed.isdisjoint(node.names_read()):
             before.append(node)
         else:
@@ -181,14 +170,10 @@ class _Conversion:
             if new is not None:
                 members.append(new)
                 self._native |= {name for name in new.outputs if name}
-        needed = {*outputs}
-        kept = []
-        for node in reversed(members):
-            if not needed.isdisjoint(node.outputs):
-                needed |= {name for name in node.inputs if name}
-                kept.append(node)
-        has_all = needed.isdisjoint((self._originals.keys() & self._changing) - self._native)
-        return kept[::-1] if has_all else None
+        kept = needed_nodes(members, outputs)
+        read = {*outputs}.union(*(node.inputs for node in kept))
+        has_all = read.isdisjoint((self._originals.keys() & self._changing) - self._native)
+        return kept if has_all else None
 
     def _convert(self, node: Node) -> Node | None:
         """Return a native operator; None if there is none for the node alone."""

@@ -60,8 +60,8 @@ class Random:
     def begin_unread(self, task):
         return None
 
-    def max_greedy_steps(self):
-        return 1
+    def greedy_steps(self, tokens, make_plan):
+        return None
 
     def bytes_needed(self, running, coming, rows=None):
         return 0

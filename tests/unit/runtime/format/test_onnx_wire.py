@@ -31,6 +31,8 @@ MESSAGES = {  # prefix of the constants in onnx_fields → message
     "VALUE_INFO": onnx.ValueInfoProto,
     "TYPE_TENSOR": onnx.TypeProto.Tensor,
     "TYPE": onnx.TypeProto,
+    "TENSOR_SHAPE": onnx.TensorShapeProto,
+    "DIMENSION": onnx.TensorShapeProto.Dimension,
     "TENSOR": onnx.TensorProto,
 }
 ENUM_VALUES = {

@@ -116,7 +116,7 @@ def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, mo
     forbidden = np.array([5, 9, 9, 10**9, -4])[:3]
     state = engine.start(sources, rows)
     engine.step(state, first)
-    logits, tokens = engine.greedy_steps(state, first, GreedyPlan(9, (), forbidden))
+    logits, tokens, _ = engine.greedy_steps(state, first, lambda _: GreedyPlan(9, (), forbidden))
     logits = logits.copy()
     assert tokens.shape == (9, rows)
     np.testing.assert_array_equal(state.lengths, 10)
@@ -151,7 +151,7 @@ def test_spare_buffers_have_no_large_logits(models, monkeypatch):
     engine._spares._spares.clear()
     for has_room in (True, False):
         state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
-        engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+        engine.greedy_steps(state, np.ones((1, 1), np.int64), lambda _: GreedyPlan(8, (), NONE))
         call = state.calls[1, "last"]
         assert call.loop_logits.nbytes > 8 * 4 * 30
         limit = state.nbytes + call.logits.nbytes + call.loop_logits.nbytes * has_room
@@ -162,7 +162,7 @@ def test_spare_buffers_have_no_large_logits(models, monkeypatch):
         assert (spare.call.loop_logits.nbytes > 0) == has_room
     monkeypatch.setattr(spare_buffers, "MAX_SPARE_BYTES", limit - 1)
     state = engine.start({"src": [np.array([5, 6, 7])]}, 1, max_tokens=[40])
-    engine.greedy_steps(state, np.ones((1, 1), np.int64), GreedyPlan(8, (), NONE))
+    engine.greedy_steps(state, np.ones((1, 1), np.int64), lambda _: GreedyPlan(8, (), NONE))
     engine.release(state)
     assert engine._spares._spares == []
 
@@ -186,7 +186,8 @@ def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
             tokens.append(chosen)
             if not is_finite.all() or (allowed.max(-1) == -np.inf).any() or set(chosen.tolist()) & {*plan.ends}:
                 break
-        count, found = greedy_steps.find_last_step(logits, plan)
+        found = greedy_steps.chosen_tokens(logits, plan)
+        count = len(found)
         assert count == len(tokens)
         finite = np.isfinite(logits[:count].max(-1))  # the others are no choices
         np.testing.assert_array_equal(found[finite], np.array(tokens)[finite])
@@ -195,11 +196,11 @@ def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
 def test_loop_stops_after_the_first_end_of_a_row(models):
     engine = models[0].engine
     sources, first = {"src": [np.array([5, 6, 7]), np.array([9, 8])]}, np.ones((2, 1), np.int64)
-    _, tokens = engine.greedy_steps(engine.start(sources, 2), first, GreedyPlan(8, (), NONE))
+    _, tokens, _ = engine.greedy_steps(engine.start(sources, 2), first, lambda _: GreedyPlan(8, (), NONE))
     for step in range(1, 8):
         for ends in [(int(tokens[step, 1]),), (int(tokens[step, 0]), 10**6, -1)]:
             state = engine.start(sources, 2)
-            _, found = engine.greedy_steps(state, first, GreedyPlan(8, ends, NONE))
+            _, found, _ = engine.greedy_steps(state, first, lambda _, ends=ends: GreedyPlan(8, ends, NONE))
             count = 1 + next(i for i, row in enumerate(tokens.tolist()) if set(row) & set(ends))
             np.testing.assert_array_equal(found, tokens[:count])
             np.testing.assert_array_equal(state.lengths, count)
