@@ -131,7 +131,7 @@ kernels-sanitize:
 	build/kernels-sanitize/compare_paths 400
 
 # Chains run within onnxruntime: Python loads the sanitizers first. A folder of the package's name comes before the installed one.
-SANITIZED = $(addprefix tests/unit/runtime/kernels/,test_chains.py test_greedy_loop.py test_row_operators.py)
+SANITIZED = $(addprefix tests/unit/runtime/kernels/,test_chains.py test_greedy_loop.py test_packer.py test_row_operators.py)
 SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
 
 kernels-sanitize-chains: $(READY)

@@ -4,6 +4,7 @@
 
 #include "beams.h"
 #include "export.h"
+#include "packer.h"
 #include "packing.h"
 #include "paths.h"
 #include "product.h"
@@ -13,10 +14,15 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 8;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 9;  // grows whenever a function or the operator changes
 
-int64_t keep(Packed packed) {
-  return packed.matrix ? keep_matrix(std::move(packed.matrix)) : static_cast<int64_t>(packed.refusal);
+// Packs in the background, or at once without a packer.
+int64_t pack(Packing packing, Packer* packer, MappedBytes source) {
+  if (packer != nullptr) return packer->add(std::move(packing), source);
+  const auto refusal = static_cast<int64_t>(packing.refusal);
+  Packer alone(1);
+  const int64_t handle = alone.add(std::move(packing), source);
+  return alone.wait() == 0 ? handle : refusal;
 }
 
 template <class Body>
@@ -41,36 +47,62 @@ TFORMER_EXPORT const char* tformer_kernels_path(uint32_t index) {
 // Whether the processor has the path.
 TFORMER_EXPORT int32_t tformer_kernels_supports(const char* path) { return find_path(path) != nullptr; }
 
-// Returns a handle, or a number of `Refusal`, which is negative.
+// Returns an object that packs matrices on `threads` threads; null without memory. It must be closed.
+TFORMER_EXPORT void* tformer_kernels_new_packer(uint32_t threads) {
+  try {
+    return new Packer(threads);
+  } catch (...) {
+    return nullptr;
+  }
+}
+
+// Returns when all matrices of a packer are packed, and how many of them were refused: these have no handle any more.
+TFORMER_EXPORT int64_t tformer_kernels_wait(void* packer) {
+  return static_cast<int64_t>(static_cast<Packer*>(packer)->wait());
+}
+
+// Matrices that are not packed yet remain so: their handles must be released, and not be used.
+TFORMER_EXPORT void tformer_kernels_close_packer(void* packer) { delete static_cast<Packer*>(packer); }
+
+// Returns a handle, or a number of `Refusal`, which is negative. With a packer the handle is returned at once, and weights
+// are read until `tformer_kernels_wait` returns; without one they are packed in the call. The first `mapped` bytes of the
+// weights are let go then.
 TFORMER_EXPORT int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t row_stride,
                                              int64_t column_stride, uint8_t flip, uint64_t inner, uint64_t columns,
-                                             const float* scale, const float* bias, uint32_t threads) {
+                                             const float* scale, const float* bias, void* packer, uint64_t mapped) {
   const Path* found = find_path(path);
   if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
   return guarded([&] {
-    return keep(pack_8_bits(*found, weights, row_stride, column_stride, flip, inner, columns, scale, bias, threads));
+    return pack(prepare_8_bits(*found, weights, row_stride, column_stride, flip, inner, columns, scale, bias),
+                static_cast<Packer*>(packer), {weights, mapped});
   });
 }
 
 TFORMER_EXPORT int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* codes,
                                              uint64_t block, uint64_t inner, uint64_t columns, const float* scale,
-                                             const float* bias, uint32_t threads) {
+                                             const float* bias, void* packer, uint64_t mapped) {
   const Path* found = find_path(path);
   if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
   return guarded([&] {
-    return keep(pack_4_bits(*found, nibbles, codes, block, inner, columns, scale, bias, threads));
+    return pack(prepare_4_bits(*found, nibbles, codes, block, inner, columns, scale, bias), static_cast<Packer*>(packer),
+                {nibbles, mapped});
   });
 }
 
 // float32 weights; strides in numbers.
 TFORMER_EXPORT int64_t tformer_kernels_pack_float(const char* path, const float* weights, int64_t row_stride,
                                                   int64_t column_stride, uint64_t inner, uint64_t columns,
-                                                  const float* bias, uint32_t threads) {
+                                                  const float* bias, void* packer, uint64_t mapped) {
   const Path* found = find_path(path);
   if (found == nullptr) return static_cast<int64_t>(Refusal::PATH);
-  return guarded(
-      [&] { return keep(pack_floats(*found, weights, row_stride, column_stride, inner, columns, bias, threads)); });
+  return guarded([&] {
+    return pack(prepare_floats(*found, weights, row_stride, column_stride, inner, columns, bias),
+                static_cast<Packer*>(packer), {weights, mapped});
+  });
 }
+
+// Whether a handle is of a matrix.
+TFORMER_EXPORT int32_t tformer_kernels_knows(int64_t handle) { return find_matrix(handle) != nullptr; }
 
 // Returns whether the handle was known. Sessions that multiply with the matrix keep it.
 TFORMER_EXPORT int32_t tformer_kernels_release(int64_t handle) { return release_matrix(handle); }

@@ -1,18 +1,12 @@
 #include "packing.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 namespace tformer {
 namespace {
 
 constexpr int MAX_PAIR_SUM = 128;  // 255 · 128 < 2¹⁵
-constexpr size_t PANELS_AT_ONCE = 4;
-constexpr size_t WEIGHTS_OF_THREAD = 1 << 19;  // take 0.1 ms, several times as long as a thread takes to start and end
 constexpr size_t FLOAT_ROWS_AT_ONCE = 16;  // of float32: a cache line of a column, where columns are stored one by one
 constexpr size_t ROWS_AT_ONCE = 128;  // of 8 bits, where columns are stored one by one
 
@@ -27,26 +21,6 @@ constexpr size_t ROWS_AT_ONCE = 128;  // of 8 bits, where columns are stored one
 #endif
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// Runs work(begin, end) over ranges of panels of a matrix on several threads; on fewer if the matrix is small, or if the
-// system gives no more.
-template <class Work>
-void for_panels(size_t panels, size_t weights, unsigned threads, const Work& work) {
-  std::atomic<size_t> next{0};
-  auto loop = [&] {
-    for (size_t begin; (begin = next.fetch_add(PANELS_AT_ONCE)) < panels;)
-      work(begin, std::min(panels, begin + PANELS_AT_ONCE));
-  };
-  std::vector<std::thread> helpers;
-  try {
-    const size_t worth = std::min<size_t>({threads, panels / PANELS_AT_ONCE, weights / WEIGHTS_OF_THREAD});
-    for (size_t i = 1; i < worth; i++) helpers.emplace_back(loop);
-  } catch (const std::system_error&) {
-  } catch (const std::bad_alloc&) {
-  }
-  loop();
-  for (auto& helper : helpers) helper.join();
-}
 
 // A number of each column, and zeros for the columns that pad the last panels.
 void copy_columns(const Matrix& matrix, const float* source, Aligned<float>& target) {
@@ -176,71 +150,78 @@ bool valid_sizes(size_t inner, size_t columns) {
 
 }  // namespace
 
-Packed pack_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, uint8_t flip,
-                   size_t inner, size_t columns, const float* scale, const float* bias, unsigned threads) {
+Packing prepare_8_bits(const Path& path, const uint8_t* weights, ptrdiff_t row_stride, ptrdiff_t column_stride,
+                       uint8_t flip, size_t inner, size_t columns, const float* scale, const float* bias) {
   if (!valid_sizes(inner, columns)) return {};
   auto matrix = new_matrix(path, 8, 1, inner, columns, scale, bias);
-  Source source{weights, row_stride, column_stride, flip};
-  std::atomic<bool> leaves_range{false};
-  for_panels(matrix->panels, inner * columns, threads, [&](size_t begin, size_t end) {
-    for (size_t p = begin; p < end; p++)
-      if (pack_panel(source, *matrix, p)) leaves_range = true;
-  });
-  if (leaves_range && path.limits_pairs) return {nullptr, Refusal::PAIRS};
-  return {matrix, Refusal::SHAPE};
+  const Source source{weights, row_stride, column_stride, flip};
+  auto pack = [source, target = matrix.get(), limits = path.limits_pairs](size_t begin, size_t end) {
+    bool beyond = false;
+    for (size_t p = begin; p < end; p++) beyond |= pack_panel(source, *target, p);
+    return !(beyond && limits);
+  };
+  return {matrix, Refusal::PAIRS, matrix->panels, inner * PANEL, pack};
 }
 
-Packed pack_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
-                   size_t columns, const float* scale, const float* bias, unsigned threads) {
+namespace {
+
+void pack_panel_of_4_bits(const uint8_t* nibbles, const uint8_t* codes, size_t blocks, const Matrix& matrix, size_t p) {
+  const size_t block = matrix.block, inner = matrix.inner, columns = matrix.columns;
+  const size_t column_bytes = blocks * block / 2;
+  uint8_t* out = matrix.data.get() + p * matrix.panel_bytes();
+  uint8_t* own_codes = matrix.codes.get() + p * matrix.blocks() * PANEL;
+  int32_t* sums = matrix.column_sum.get() + p * PANEL;
+  std::fill(sums, sums + PANEL, 0);
+  for (size_t b = 0; b < matrix.blocks(); b++, own_codes += PANEL) {
+    for (size_t c = 0; c < PANEL; c++) {
+      size_t column = p * PANEL + c;
+      own_codes[c] = column < columns && b < blocks ? codes[column * blocks + b] : ZERO_CODE;
+    }
+    int32_t block_sums[PANEL] = {};
+    for (size_t row = b * block; row < (b + 1) * block; row += 2 * GROUP, out += GROUP_BYTES)
+      for (size_t c = 0; c < PANEL; c++) {
+        size_t column = p * PANEL + c;
+        uint32_t eight = ZERO_NIBBLE * 0x11111111u;  // rows row … row + 7 of a column, the first one lowest
+        if (column < columns && b < blocks) std::memcpy(&eight, nibbles + column * column_bytes + row / 2, 4);
+        if (row + 8 > inner) {  // what pads K in the file may be any number
+          unsigned kept = row < inner ? static_cast<unsigned>(inner - row) * 4 : 0;
+          uint32_t mask = (uint32_t{1} << kept) - 1;
+          eight = (eight & mask) | (ZERO_NIBBLE * 0x11111111u & ~mask);
+        }
+        uint32_t spread[2];
+        for (int half = 0; half < 2; half++) {
+          uint32_t four = eight >> 16 * half & 0xffff;
+          spread[half] = (four & 0xf) | (four & 0xf0) << 4 | (four & 0xf00) << 8 | (four & 0xf000) << 12;
+        }
+        uint32_t pair = spread[0] | spread[1] << 4;
+        std::memcpy(out + c * GROUP, &pair, 4);
+        uint32_t sum = (eight & 0x0f0f0f0f) + (eight >> 4 & 0x0f0f0f0f);
+        block_sums[c] += static_cast<int32_t>((sum * 0x01010101) >> 24);
+      }
+    for (size_t c = 0; c < PANEL; c++) {
+      const Step step(own_codes[c]);
+      sums[c] += block_sums[c] * step.m - static_cast<int32_t>(block) * step.shift;
+    }
+  }
+}
+
+}  // namespace
+
+Packing prepare_4_bits(const Path& path, const uint8_t* nibbles, const uint8_t* codes, size_t block, size_t inner,
+                       size_t columns, const float* scale, const float* bias) {
   if (!valid_sizes(inner, columns) || block < MIN_BLOCK || block > MAX_BLOCK || (block & (block - 1)) != 0) return {};
-  size_t blocks = (inner + block - 1) / block;
+  const size_t blocks = (inner + block - 1) / block;
   auto matrix = new_matrix(path, 4, block, inner, columns, scale, bias);
   matrix->codes.allocate(matrix->panels * matrix->blocks() * PANEL);
-  const size_t column_bytes = blocks * block / 2;
-  for_panels(matrix->panels, inner * columns, threads, [&](size_t begin, size_t end) {
-    for (size_t p = begin; p < end; p++) {
-      uint8_t* out = matrix->data.get() + p * matrix->panel_bytes();
-      uint8_t* own_codes = matrix->codes.get() + p * matrix->blocks() * PANEL;
-      int32_t* sums = matrix->column_sum.get() + p * PANEL;
-      std::fill(sums, sums + PANEL, 0);
-      for (size_t b = 0; b < matrix->blocks(); b++, own_codes += PANEL) {
-        for (size_t c = 0; c < PANEL; c++) {
-          size_t column = p * PANEL + c;
-          own_codes[c] = column < columns && b < blocks ? codes[column * blocks + b] : ZERO_CODE;
-        }
-        int32_t block_sums[PANEL] = {};
-        for (size_t row = b * block; row < (b + 1) * block; row += 2 * GROUP, out += GROUP_BYTES)
-          for (size_t c = 0; c < PANEL; c++) {
-            size_t column = p * PANEL + c;
-            uint32_t eight = ZERO_NIBBLE * 0x11111111u;  // rows row … row + 7 of a column, the first one lowest
-            if (column < columns && b < blocks) std::memcpy(&eight, nibbles + column * column_bytes + row / 2, 4);
-            if (row + 8 > inner) {  // what pads K in the file may be any number
-              unsigned kept = row < inner ? static_cast<unsigned>(inner - row) * 4 : 0;
-              uint32_t mask = (uint32_t{1} << kept) - 1;
-              eight = (eight & mask) | (ZERO_NIBBLE * 0x11111111u & ~mask);
-            }
-            uint32_t spread[2];
-            for (int half = 0; half < 2; half++) {
-              uint32_t four = eight >> 16 * half & 0xffff;
-              spread[half] = (four & 0xf) | (four & 0xf0) << 4 | (four & 0xf00) << 8 | (four & 0xf000) << 12;
-            }
-            uint32_t pair = spread[0] | spread[1] << 4;
-            std::memcpy(out + c * GROUP, &pair, 4);
-            uint32_t sum = (eight & 0x0f0f0f0f) + (eight >> 4 & 0x0f0f0f0f);
-            block_sums[c] += static_cast<int32_t>((sum * 0x01010101) >> 24);
-          }
-        for (size_t c = 0; c < PANEL; c++) {
-          const Step step(own_codes[c]);
-          sums[c] += block_sums[c] * step.m - static_cast<int32_t>(block) * step.shift;
-        }
-      }
-    }
-  });
-  return {matrix, Refusal::SHAPE};
+  auto pack = [=, target = matrix.get()](size_t begin, size_t end) {
+    for (size_t p = begin; p < end; p++) pack_panel_of_4_bits(nibbles, codes, blocks, *target, p);
+    return true;
+  };
+  return {matrix, Refusal::SHAPE, matrix->panels, inner * PANEL, pack};
 }
 
-Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride, ptrdiff_t column_stride, size_t inner,
-                   size_t columns, const float* bias, unsigned threads) {
+Packing prepare_floats(const Path& path, const float* weights, ptrdiff_t row_stride, ptrdiff_t column_stride,
+                       size_t inner, size_t columns, const float* bias) {
   if (!valid_sizes(inner, columns)) return {};
   const size_t width = path.float_columns, groups = round_up(columns, width) / width;
   auto matrix = std::make_shared<Matrix>();
@@ -252,18 +233,18 @@ Packed pack_floats(const Path& path, const float* weights, ptrdiff_t row_stride,
   matrix->panels = groups * width / PANEL;
   if (bias != nullptr) copy_columns(*matrix, bias, matrix->bias);
   matrix->data.allocate(matrix->panels * matrix->panel_bytes());
-  for_panels(groups, inner * columns, threads, [&](size_t begin, size_t end) {
+  auto pack = [=, target = reinterpret_cast<float*>(matrix->data.get())](size_t begin, size_t end) {
     // Some rows of all groups, so that rows in the file are read in pieces that are longer than a group.
     for (size_t row = 0; row < inner; row += FLOAT_ROWS_AT_ONCE)
       for (size_t g = begin; g < end; g++) {
-        float* out = reinterpret_cast<float*>(matrix->data.get()) + (g * inner + row) * width;
         const float* from = weights + static_cast<ptrdiff_t>(row) * row_stride +
                             static_cast<ptrdiff_t>(g * width) * column_stride;
         read_floats(from, row_stride, column_stride, std::min(FLOAT_ROWS_AT_ONCE, inner - row),
-                    std::min(width, columns - g * width), width, out);
+                    std::min(width, columns - g * width), width, target + (g * inner + row) * width);
       }
-  });
-  return {matrix, Refusal::SHAPE};
+    return true;
+  };
+  return {matrix, Refusal::SHAPE, groups, inner * width, pack};
 }
 
 }  // namespace tformer

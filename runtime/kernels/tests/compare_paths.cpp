@@ -22,12 +22,12 @@ const char* tformer_kernels_path(uint32_t index);
 int32_t tformer_kernels_supports(const char* path);
 int64_t tformer_kernels_pack8(const char* path, const uint8_t* weights, int64_t row_stride, int64_t column_stride,
                               uint8_t flip, uint64_t inner, uint64_t columns, const float* scale, const float* bias,
-                              uint32_t threads);
+                              void* packer, uint64_t mapped);
 int64_t tformer_kernels_pack4(const char* path, const uint8_t* nibbles, const uint8_t* codes, uint64_t block,
                               uint64_t inner, uint64_t columns, const float* scale, const float* bias,
-                              uint32_t threads);
+                              void* packer, uint64_t mapped);
 int64_t tformer_kernels_pack_float(const char* path, const float* weights, int64_t row_stride, int64_t column_stride,
-                                   uint64_t inner, uint64_t columns, const float* bias, uint32_t threads);
+                                   uint64_t inner, uint64_t columns, const float* bias, void* packer, uint64_t mapped);
 int64_t tformer_kernels_multiply_float(int64_t handle, const float* x, uint64_t rows, float* out);
 int32_t tformer_kernels_release(int64_t handle);
 int32_t tformer_kernels_matrices();
@@ -101,10 +101,10 @@ int64_t pack(const Case& test, const char* path) {
   const float* bias = test.has_bias ? test.bias.data() : nullptr;
   if (test.four_bits)
     return tformer_kernels_pack4(path, test.weights.data(), test.codes.data(), test.block, test.inner,
-                                 test.columns, test.scale.data(), bias, 2);
+                                 test.columns, test.scale.data(), bias, nullptr, 0);
   const int64_t inner = static_cast<int64_t>(test.inner), columns = static_cast<int64_t>(test.columns);
   return tformer_kernels_pack8(path, test.weights.data(), test.by_columns ? 1 : columns, test.by_columns ? inner : 1,
-                               0, test.inner, test.columns, test.scale.data(), bias, 2);
+                               0, test.inner, test.columns, test.scale.data(), bias, nullptr, 0);
 }
 
 bool multiply(const Case& test, const char* path, std::vector<float>& out) {
@@ -134,7 +134,7 @@ void compare(const Case& test, const std::vector<std::string>& paths) {
 int64_t pack_floats(const Case& test, const char* path, const std::vector<float>& weights) {
   const int64_t inner = static_cast<int64_t>(test.inner), columns = static_cast<int64_t>(test.columns);
   return tformer_kernels_pack_float(path, weights.data(), test.by_columns ? 1 : columns, test.by_columns ? inner : 1,
-                                    test.inner, test.columns, test.has_bias ? test.bias.data() : nullptr, 2);
+                                    test.inner, test.columns, test.has_bias ? test.bias.data() : nullptr, nullptr, 0);
 }
 
 bool is_same(const float* actual, const float* expected, size_t count) {
@@ -346,13 +346,13 @@ void give_nonsense(const std::vector<std::string>& paths) {
   float scale[1] = {};
   for (const auto& path : paths)
     for (uint64_t size : sizes) {
-      if (tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, size, 1, scale, nullptr, 1) > 0 && size != 1)
+      if (tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, size, 1, scale, nullptr, nullptr, 0) > 0 && size != 1)
         std::abort();
-      if (size != 65536 && tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, 1, size, scale, nullptr, 1) > 0)
+      if (size != 65536 && tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, 1, size, scale, nullptr, nullptr, 0) > 0)
         std::abort();
       if (tformer_kernels_pack_float(path.c_str(), scale, 1, 1, size, 1, nullptr, 1) > 0) std::abort();
       if (size != 65536 && tformer_kernels_pack_float(path.c_str(), scale, 1, 1, 1, size, nullptr, 1) > 0) std::abort();
-      if (tformer_kernels_pack4(path.c_str(), nothing, nothing, size, 1, 1, scale, nullptr, 1) > 0) std::abort();
+      if (tformer_kernels_pack4(path.c_str(), nothing, nothing, size, 1, 1, scale, nullptr, nullptr, 0) > 0) std::abort();
     }
   float x[1] = {}, out[1] = {};
   for (int i = 0; i < 1000; i++) {

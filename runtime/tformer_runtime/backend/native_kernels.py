@@ -15,8 +15,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +40,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
-VERSION = 8  # of the library's functions and operator
+VERSION = 9  # of the library's functions and operator
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -85,23 +86,42 @@ class NativeKernels:
         self._pack8, self._pack4 = library.tformer_kernels_pack8, library.tformer_kernels_pack4
         self._release = library.tformer_kernels_release
         self._pack8.argtypes = [
-            ctypes.c_char_p, pointer, integer, integer, ctypes.c_uint8, size, size, pointer, pointer, count,
+            ctypes.c_char_p, pointer, integer, integer, ctypes.c_uint8, size, size, pointer, pointer, pointer, size,
         ]  # fmt: skip
-        self._pack4.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer, pointer, count]
+        self._pack4.argtypes = [ctypes.c_char_p, pointer, pointer, size, size, size, pointer, pointer, pointer, size]
         self._pack_float = library.tformer_kernels_pack_float
-        self._pack_float.argtypes = [ctypes.c_char_p, pointer, integer, integer, size, size, pointer, count]
+        self._pack_float.argtypes = [ctypes.c_char_p, pointer, integer, integer, size, size, pointer, pointer, size]
         self._pack8.restype = self._pack4.restype = self._pack_float.restype = integer
         self._release.argtypes, self._release.restype = [integer], ctypes.c_int32
+        self._knows = library.tformer_kernels_knows
+        self._knows.argtypes, self._knows.restype = [integer], ctypes.c_int32
+        self._new_packer, self._wait = library.tformer_kernels_new_packer, library.tformer_kernels_wait
+        self._close_packer = library.tformer_kernels_close_packer
+        self._new_packer.argtypes, self._new_packer.restype = [count], pointer
+        self._wait.argtypes, self._wait.restype = [pointer], integer
+        self._close_packer.argtypes, self._close_packer.restype = [pointer], None
 
     @property
     def description(self) -> str:
         """The kernels in words, such as "native kernels avx512vnni"."""
         return f"native kernels {self.path}"
 
-    def pack(self, product: QuantizedProduct, files: WeightFiles, threads: int) -> int | None:
+    @contextmanager
+    def packer(self, threads: int) -> Iterator[Packer]:
+        """Pack in the background within the `with` block. threads: that pack, with the one that waits."""
+        pointer = self._new_packer(threads)
+        if pointer is None:
+            raise MemoryError
+        try:
+            yield Packer(pointer, lambda: int(self._wait(pointer)))
+        finally:
+            self._close_packer(pointer)
+
+    def pack(self, product: QuantizedProduct, files: WeightFiles, packer: Packer | None = None) -> int | None:
         """Pack the weights of a product and return their handle; None if the kernels refuse them.
 
-        The array in the file is read once, by several threads. The handle must be given to `release`.
+        The array in the file is read once. With a packer the handle is returned at once, and is of no matrix after
+        `Packer.wait` if the kernels refuse the weights then. The handle must be given to `release`.
         """
         weights, scale, bias = product.weights, product.scale, product.bias
         of_6_bits = weights.lower is not None
@@ -110,17 +130,19 @@ class NativeKernels:
         if stored is None or stored.size == 0 or (weights.codes is not None and codes is None):
             return None
         path, bias_pointer = self.path.encode(), None if bias is None else bias.ctypes.data
-        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, threads
+        mapped = stored.nbytes if not of_6_bits and weights.tensor.raw is None else 0
+        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, packer and packer.pointer, mapped
         if codes is not None:
             handle = self._pack4(path, stored.ctypes.data, codes.ctypes.data, weights.block, *rest)
         else:
             bytes_of_column = stored[0].nbytes
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
             handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.block else 0, *rest)
-        files.drop_pages(weights.tensor)
+        if packer is not None:
+            packer.keep(stored, codes, is_copy=of_6_bits)
         return int(handle) if handle > 0 else None
 
-    def pack_float(self, product: FloatProduct, files: WeightFiles, threads: int) -> int | None:
+    def pack_float(self, product: FloatProduct, files: WeightFiles, packer: Packer | None = None) -> int | None:
         """Do as `pack` does, for a float32 product."""
         stored = tensor_array(product.tensor, files.read)
         if stored is None or stored.size == 0:
@@ -129,13 +151,44 @@ class NativeKernels:
         inner, columns = stored.shape[::-1] if product.is_transposed else stored.shape
         strides = (1, length) if product.is_transposed else (length, 1)
         bias = None if product.bias is None else product.bias.ctypes.data
-        handle = self._pack_float(self.path.encode(), stored.ctypes.data, *strides, inner, columns, bias, threads)
-        files.drop_pages(product.tensor)
+        mapped = stored.nbytes if product.tensor.raw is None else 0
+        rest = inner, columns, bias, packer and packer.pointer, mapped
+        handle = self._pack_float(self.path.encode(), stored.ctypes.data, *strides, *rest)
+        if packer is not None:
+            packer.keep(stored)
         return int(handle) if handle > 0 else None
+
+    def has_matrix(self, handle: int) -> bool:
+        """Return whether a handle is of a matrix."""
+        return bool(self._knows(handle))
 
     def release(self, handle: int) -> None:
         """Give a handle back. Sessions that multiply with its matrix keep the matrix until they are closed."""
         self._release(handle)
+
+
+class Packer:
+    """Packs in the background, and keeps the arrays that it reads. Valid within `NativeKernels.packer`."""
+
+    def __init__(self, pointer: int, wait: Callable[[], int]) -> None:
+        """pointer: of the library's packer. wait: for the library, as `Packer.wait`."""
+        self.pointer, self._wait = pointer, wait
+        self._sources: list[Array | None] = []
+
+    def keep(self, *sources: Array | None, is_copy: bool = False) -> None:
+        """Keep arrays until they are packed. is_copy: whether the first fills memory; then it is packed at once."""
+        self._sources += sources
+        if is_copy:
+            self.wait()
+
+    def wait(self) -> int:
+        """Return when all matrices are packed, and how many of them the kernels have refused so far.
+
+        The handles of those are of no matrix.
+        """
+        refused = self._wait()
+        self._sources.clear()
+        return refused
 
 
 class LoadingProducts:
@@ -149,11 +202,12 @@ class LoadingProducts:
     """
 
     def __init__(self, kernels: NativeKernels, threads: int = 1) -> None:
-        """Pack nothing yet. threads: that pack a matrix."""
+        """Pack nothing yet. threads: that pack."""
         self.kernels, self.count, self.attentions, self.has_small_batch_form = kernels, 0, 0, False
-        self.weight_bytes, self.has_greedy_loop = 0, False
+        self.has_greedy_loop = False
         self._threads = threads
-        self._handles: dict[tuple[Any, ...], int | None] = {}
+        self._handles: dict[tuple[Any, ...], int | None] = {}  # None for a product that the kernels refuse
+        self._sizes: dict[int, int] = {}  # handle → bytes
 
     def __enter__(self) -> LoadingProducts:
         return self
@@ -161,9 +215,12 @@ class LoadingProducts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for handle in self._handles.values():
-            if handle is not None:
-                self.kernels.release(handle)
+        for handle in self._sizes:
+            self.kernels.release(handle)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self._sizes.values())
 
     def rewrite(
         self,
@@ -179,18 +236,26 @@ class LoadingProducts:
         makes_chains: whether operators may become chains, which onnxruntime cannot stop in the middle.
         decode: the decode stage, if it may run several steps at once.
 
+        Matrices are packed while the graph is rewritten. If the kernels refuse one of them at last, the graph is
+        rewritten again without it.
+
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
-        pack_float = self._pack_float if FLOAT_BITS in self.kernels.bits else None
         path = self.kernels.attention_path if is_float32 else None
         chains = self._threads if makes_chains and self.kernels.makes_chains else 0
-        rewritten = replace_products(model, folder, self._pack, pack_float, path, chains, decode)
+        with self.kernels.packer(self._threads) as packer:
+            pack = partial(self._pack, packer=packer)
+            pack_float = partial(self._pack_float, packer=packer) if FLOAT_BITS in self.kernels.bits else None
+            rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode)
+            if packer.wait():
+                self._forget_refused()
+                rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode)
         model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
         self.has_greedy_loop = rewritten.has_greedy_loop
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model
         return model
 
-    def _pack(self, product: QuantizedProduct, files: WeightFiles) -> int | None:
+    def _pack(self, product: QuantizedProduct, files: WeightFiles, packer: Packer) -> int | None:
         """Pack weights once for all stages, branches and sessions that read them."""
         weights = product.weights
         if weights.bits not in self.kernels.bits:
@@ -198,21 +263,26 @@ class LoadingProducts:
         bias = None if product.bias is None else product.bias.tobytes()
         key = weights, product.scale.tobytes(), bias
         num_bytes = weights.inner * weights.columns * weights.bits // 8
-        return self._once(key, num_bytes, lambda: self.kernels.pack(product, files, self._threads))
+        return self._once(key, num_bytes, lambda: self.kernels.pack(product, files, packer))
 
-    def _pack_float(self, product: FloatProduct, files: WeightFiles) -> int | None:
+    def _pack_float(self, product: FloatProduct, files: WeightFiles, packer: Packer) -> int | None:
         """Do as `_pack` does, for a float32 product."""
         bias = None if product.bias is None else product.bias.tobytes()
         key = product.tensor, product.is_transposed, bias
-        return self._once(
-            key, product.tensor.byte_count, lambda: self.kernels.pack_float(product, files, self._threads)
-        )
+        return self._once(key, product.tensor.byte_count, lambda: self.kernels.pack_float(product, files, packer))
 
     def _once(self, key: tuple[Any, ...], num_bytes: int, pack: Callable[[], int | None]) -> int | None:
         if key not in self._handles:
             handle = self._handles[key] = pack()
-            self.weight_bytes += num_bytes if handle is not None else 0
+            if handle is not None:
+                self._sizes[handle] = num_bytes
         return self._handles[key]
+
+    def _forget_refused(self) -> None:
+        for key, handle in self._handles.items():
+            if handle is not None and not self.kernels.has_matrix(handle):
+                self._handles[key] = None
+                del self._sizes[handle]
 
 
 def _contiguous(tensor: Tensor | None, files: WeightFiles) -> Array | None:

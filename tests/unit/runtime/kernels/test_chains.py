@@ -193,7 +193,7 @@ def test_error_of_a_part_of_a_batch_is_raised_and_leaves_the_chain_usable():
     tensor = Tensor("w", weights.dtype, weights.shape, weights.tobytes())
     product = FloatProduct("a", "b", tensor, False, None, parse_model(long_chain()).graph.nodes[0])
     with WeightFiles(Path()) as files:
-        handle = kernels_of(PATHS[0]).pack_float(product, files, 1)
+        handle = kernels_of(PATHS[0]).pack_float(product, files)
     norm = {"1.path": kernels_of("scalar").attention_path, "1.epsilon": 1e-5, "1.root_mean_square": 1}
     product_attributes = {"2.handle": handle, "2.activation": 0, "2.alpha": 1.0}
     node = helper.make_node(
@@ -220,7 +220,7 @@ def test_sum_with_an_array_without_sequences_is_an_error_for_threads_that_share_
     tensor = Tensor("w", np.dtype(np.float32), (WIDTH, WIDTH), np.eye(WIDTH, dtype=np.float32).tobytes())
     product = FloatProduct("a", "b", tensor, False, None, parse_model(long_chain()).graph.nodes[0])
     with WeightFiles(Path()) as files:
-        handle = kernels_of(PATHS[0]).pack_float(product, files, 1)
+        handle = kernels_of(PATHS[0]).pack_float(product, files)
     product_attributes = {"1.handle": handle, "1.activation": 0, "1.alpha": 1.0}
     node = helper.make_node(
         CHAIN, ["x", "z"], ["y"], domain=DOMAIN, input_count=2, output_count=1, parts=2, loop="",

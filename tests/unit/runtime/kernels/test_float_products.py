@@ -332,13 +332,13 @@ def test_handle_of_another_matrix_is_an_error(handle):
     kernels = kernels_of("scalar")
     if handle == "floats in the other operator":
         w = np.ones((64, 48), np.float32)
-        number = kernels._pack_float(b"scalar", w.ctypes.data, 48, 1, 64, 48, None, 1)
+        number = kernels._pack_float(b"scalar", w.ctypes.data, 48, 1, 64, 48, None, None, 0)
         scaling = {"magnitude": 1, "zero": 128, "reciprocal": 0, "column_first": 0}
         scaling |= {"floor": 0.0, "step": 1 / 127, "fixed_scale": 0.0}
         node = helper.make_node("RowQuantizedMatMul", ["x"], ["y"], domain=DOMAIN, handle=number, **scaling)
     else:
         w, scale = np.ones((64, 48), np.int8), np.ones(48, np.float32)
-        packed = kernels._pack8(b"scalar", w.ctypes.data, 48, 1, 0, 64, 48, scale.ctypes.data, None, 1)
+        packed = kernels._pack8(b"scalar", w.ctypes.data, 48, 1, 0, 64, 48, scale.ctypes.data, None, None, 0)
         number = packed if handle == "integers" else 12345
         node = helper.make_node(FLOAT_OPERATOR, ["x"], ["y"], domain=DOMAIN, handle=number)
     model = model_of([node], {"x": ["rows", 64]}, {"y": ["rows", "columns"]}, {})
@@ -354,7 +354,7 @@ def test_handle_of_another_matrix_is_an_error(handle):
 @pytest.mark.parametrize(("inner", "columns"), [(0, 8), (8, 0), (65536, 1), (1, 2**24 + 1), (2**63, 2**63)])
 def test_impossible_sizes_are_refused(inner, columns):
     w = np.ones(64, np.float32)
-    assert kernels_of("scalar")._pack_float(b"scalar", w.ctypes.data, 8, 1, inner, columns, None, 1) < 0
+    assert kernels_of("scalar")._pack_float(b"scalar", w.ctypes.data, 8, 1, inner, columns, None, None, 0) < 0
 
 
 @requires_kernels

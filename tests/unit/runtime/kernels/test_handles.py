@@ -35,7 +35,7 @@ def pack(inner: int = INNER, columns: int = COLUMNS, path: str = "scalar", pairs
     kernels = kernels_of("scalar")
     weights, scale = np.full((INNER, COLUMNS), pairs, np.int8), np.ones(COLUMNS, np.float32)
     pointers = weights.ctypes.data, COLUMNS, 1, 0, inner, columns, scale.ctypes.data, None
-    return int(kernels._pack8(path.encode(), *pointers, 1))
+    return int(kernels._pack8(path.encode(), *pointers, None, 0))
 
 
 def operator(handle: int, inner: int | str = INNER, **changes: int | float) -> onnxruntime.InferenceSession:
@@ -120,7 +120,7 @@ def test_any_4_bit_weights_are_packed(inner, columns, block, seed):
     stored = random.integers(0, 256, (columns, blocks, block // 2), np.uint8)
     codes = random.integers(0, 256, (columns, blocks), np.uint8)
     scale, pointers = np.ones(columns, np.float32), (stored.ctypes.data, codes.ctypes.data)
-    handle = kernels._pack4(b"scalar", *pointers, block, inner, columns, scale.ctypes.data, None, 1)
+    handle = kernels._pack4(b"scalar", *pointers, block, inner, columns, scale.ctypes.data, None, None, 0)
     assert handle > 0
     x = np.ones((2, inner), np.float32)
     numbers = np.stack([stored & 15, stored >> 4], -1).reshape(columns, -1)[:, :inner].astype(int)
@@ -136,7 +136,7 @@ def test_impossible_blocks_are_refused(block):
     data = np.zeros(4096, np.uint8)
     scale = np.ones(4, np.float32)
     handle = kernels_of("scalar")._pack4(
-        b"scalar", data.ctypes.data, data.ctypes.data, block, 16, 4, scale.ctypes.data, None, 1
+        b"scalar", data.ctypes.data, data.ctypes.data, block, 16, 4, scale.ctypes.data, None, None, 0
     )
     assert handle < 0
 
