@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.format.onnx_fields import (
@@ -79,8 +80,7 @@ class Place(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """A weight.
 
     dtype: None for a type that this module does not know.
@@ -101,12 +101,12 @@ class Tensor:
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
 
-@dataclass(eq=False, repr=False)
-class Node:
+class Node(Struct, eq=False):
     """A node.
 
     encoded: its NodeProto; without its branches if it has any, and None once it has changed.
     branches: name of an attribute → its graph.
+    known_attributes: what `attributes` returns; None before it is called.
     """
 
     op_type: str
@@ -115,20 +115,28 @@ class Node:
     outputs: list[str]
     encoded: bytes
     branches: dict[str, Graph] = field(default_factory=dict)
+    known_attributes: dict[str, Attribute] | None = None
+
+    __repr__ = object.__repr__
 
     def names_read(self) -> set[str]:
         """Return the names of the values that the node and its branches read."""
-        return {*self.inputs}.union(*(branch.names_read() for branch in self.branches.values()))
+        names = {*self.inputs}
+        for branch in self.branches.values():
+            names |= branch.names_read()
+        return names
 
-    def attributes(self) -> dict[str, Attribute]:
-        """Return the attributes that are numbers or lists of integers."""
-        found: dict[str, Attribute] = {}
-        for value in iter_fields(self.encoded):
-            if value.number == NODE_ATTRIBUTE:
-                name, number = _attribute(value.content)
-                if number is not None:
-                    found[name] = number
-        return found
+    def attributes(self) -> Mapping[str, Attribute]:
+        """Return the attributes that are numbers or lists of integers. They are parsed once."""
+        if self.known_attributes is None:
+            found: dict[str, Attribute] = {}
+            for value in iter_fields(self.encoded):
+                if value.number == NODE_ATTRIBUTE:
+                    name, number = _attribute(value.content)
+                    if number is not None:
+                        found[name] = number
+            self.known_attributes = found
+        return self.known_attributes
 
     def number_attributes(self) -> dict[str, int | float]:
         """Return the attributes that are numbers."""
@@ -145,11 +153,11 @@ class Node:
         return next((_text(each, ATTRIBUTE_S) for each in attributes if _text(each, ATTRIBUTE_NAME) == name), "")
 
 
-@dataclass(eq=False, repr=False)
-class Graph:
+class Graph(Struct, eq=False):
     """A graph, or a branch of a node.
 
     rest: its other fields, encoded.
+    producers: name of a value → the node that computes it, since `index` was called.
     """
 
     nodes: list[Node]
@@ -158,6 +166,7 @@ class Graph:
     outputs: list[str]
     rest: list[bytes]
     parent: Graph | None = None
+    producers: dict[str, Node] = field(default_factory=dict)
 
     def find_producer(self, name: str) -> tuple[Node, Graph] | None:
         """Return the node that computes a value, and its graph, here or around this graph."""
@@ -178,13 +187,15 @@ class Graph:
             graph = graph.parent
         return None
 
+    __repr__ = object.__repr__
+
     def input_names(self) -> set[str]:
         fields = (value for encoded in self.rest for value in iter_fields(encoded))
         return {_text(value.content, VALUE_INFO_NAME) for value in fields if value.number == GRAPH_INPUT}
 
     def index(self) -> None:
         """Note which node computes each value, after nodes have changed."""
-        self.producers: dict[str, Node] = {name: node for node in self.nodes for name in node.outputs if name}
+        self.producers = {name: node for node in self.nodes for name in node.outputs if name}
 
     def replace_nodes(self, new_nodes: Mapping[int, Node | None]) -> None:
         """Put new nodes in the places of others. new_nodes: id of a node → the new one; None to remove it."""
@@ -200,11 +211,15 @@ class Graph:
 
     def names_read(self) -> set[str]:
         """Return the names of the values that nodes and outputs read, here and in branches."""
-        return {*self.outputs}.union(*(node.names_read() for node in self.nodes))
+        names = {*self.outputs}
+        for node in self.nodes:
+            names.update(node.inputs)
+            for branch in node.branches.values():
+                names |= branch.names_read()
+        return names
 
 
-@dataclass(eq=False, repr=False)
-class OnnxModel:
+class OnnxModel(Struct, eq=False):
     """A model. rest: its other fields, encoded."""
 
     graph: Graph
@@ -228,18 +243,22 @@ def new_node(
     parts = [bytes_field(NODE_INPUT, name.encode()) for name in inputs]
     parts += [bytes_field(NODE_OUTPUT, name.encode()) for name in outputs]
     parts += [bytes_field(NODE_OP_TYPE, op_type.encode()), bytes_field(NODE_DOMAIN, domain.encode())]
+    numbers: dict[str, Attribute] = {}
     for name, value in attributes.items():
         content = bytes_field(ATTRIBUTE_NAME, name.encode())
         if isinstance(value, int):
+            numbers[name] = value
             content += varint_field(ATTRIBUTE_I, value) + varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_INT)
         elif isinstance(value, str):
             content += bytes_field(ATTRIBUTE_S, value.encode())
             content += varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_STRING)
         else:
-            content += tag(ATTRIBUTE_F, FIXED32) + struct.pack("<f", value)
+            encoded = struct.pack("<f", value)
+            (numbers[name],) = struct.unpack("<f", encoded)
+            content += tag(ATTRIBUTE_F, FIXED32) + encoded
             content += varint_field(ATTRIBUTE_TYPE, ATTRIBUTE_TYPE_FLOAT)
         parts.append(bytes_field(NODE_ATTRIBUTE, content))
-    return Node(op_type, domain, list(inputs), list(outputs), b"".join(parts))
+    return Node(op_type, domain, list(inputs), list(outputs), b"".join(parts), known_attributes=numbers)
 
 
 def rename_values(node: Node, new_names: dict[str, str]) -> None:
@@ -412,7 +431,8 @@ def _parse_tensor(content: bytes) -> Tensor:
         elif value.number == TENSOR_DATA_LOCATION:
             is_external = value.varint != 0
         elif value.number == TENSOR_EXTERNAL_DATA:
-            entries[_text(value.content, STRING_STRING_ENTRY_KEY)] = _text(value.content, STRING_STRING_ENTRY_VALUE)
+            texts = {part.number: part.content.decode() for part in iter_fields(value.content)}
+            entries[texts.get(STRING_STRING_ENTRY_KEY, "")] = texts.get(STRING_STRING_ENTRY_VALUE, "")
     dtype = DTYPES.get(data_type)
     if not is_external:
         return Tensor(name, dtype if raw is not None else None, tuple(shape), raw)

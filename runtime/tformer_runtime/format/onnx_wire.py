@@ -8,12 +8,15 @@ field numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+
+from msgspec import Struct
 
 VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
 MAX_VARINT_BYTES = 10
 MAX_NUMBER = (1 << 29) - 1  # of a field: a tag has 32 bits, of which protobuf's own readers drop any others
+MAX_SINGLE_BYTE_NUMBER = 15  # of a field whose tag is one byte
 MAX_HEADER_BYTES = 2 * MAX_VARINT_BYTES  # of a tag, and the varint after it
+_SINGLE_BYTES = [bytes([number]) for number in range(0x80)]
 _FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length
 
 
@@ -21,7 +24,7 @@ class WireError(Exception):
     """The bytes are not a message, or end too early."""
 
 
-class Field(NamedTuple):
+class Field(Struct, frozen=True, gc=False):
     """One field of a message.
 
     number: the field number.
@@ -53,6 +56,8 @@ class Field(NamedTuple):
 
 def varint(number: int) -> bytes:
     """Encode a non-negative number in groups of 7 bits, the lowest group first."""
+    if 0 <= number <= 0x7F:
+        return _SINGLE_BYTES[number]
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -67,11 +72,16 @@ def tag(number: int, wire_type: int) -> bytes:
 
 def bytes_field(number: int, content: bytes) -> bytes:
     """Encode a field that holds bytes: a text or another message. number: the field number."""
-    return tag(number, BYTES) + varint(len(content)) + content
+    length = len(content)
+    if number <= MAX_SINGLE_BYTE_NUMBER and length <= 0x7F:
+        return _SINGLE_BYTES[number << 3 | BYTES] + _SINGLE_BYTES[length] + content
+    return tag(number, BYTES) + varint(length) + content
 
 
 def varint_field(number: int, value: int) -> bytes:
     """Encode a field that holds a non-negative number. number: the field number."""
+    if number <= MAX_SINGLE_BYTE_NUMBER and 0 <= value <= 0x7F:
+        return _SINGLE_BYTES[number << 3] + _SINGLE_BYTES[value]
     return tag(number, VARINT) + varint(value)
 
 
@@ -79,12 +89,15 @@ def iter_fields(content: bytes) -> Iterator[Field]:
     """Yield the fields of a message, in their order. Raise WireError if the bytes are not a message."""
     begin, end = 0, len(content)
     while begin < end:
-        header = content[begin]
-        # Most fields are texts and messages of less than 128 bytes, whose tag and length are a byte each.
-        if header & 0x87 == BYTES and header > BYTES and begin + 1 < end and content[begin + 1] < 0x80:
-            number, start, length, value = header >> 3, begin + 2, content[begin + 1], 0
+        header, following = content[begin], content[begin + 1] if begin + 1 < end else 0x80
+        # Most fields are texts and messages of less than 128 bytes, and small numbers: their tag is a byte, as is what
+        # follows it.
+        if following < 0x80 and header & 0x87 == BYTES and header > BYTES:
+            number, start, length, value = header >> 3, begin + 2, following, 0
             if start + length > end:
                 raise WireError
+        elif following < 0x80 and header & 0x87 == VARINT and header > VARINT:
+            number, start, length, value = header >> 3, begin + 2, 0, following
         else:
             number, start, length, value = _read_header(content, begin, end)
         yield Field(number, value, content[start : start + length], content[begin : start + length])

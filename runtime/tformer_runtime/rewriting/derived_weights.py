@@ -18,12 +18,12 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.scratch_files import scratch_file
@@ -62,8 +62,7 @@ class _UnexpectedError(Exception):
     """The model is not as the exporter writes it: it is left to onnxruntime."""
 
 
-@dataclass(frozen=True)
-class _Derived:
+class _Derived(Struct, frozen=True):
     """A derived weight. source: the stored weight. write: fills the array; None if the weight is the stored one."""
 
     graph: Graph

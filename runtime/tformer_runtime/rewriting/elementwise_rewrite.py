@@ -10,10 +10,10 @@ Activations are Relu, Gelu, QuickGelu, and x · Sigmoid(x) or x · Sigmoid(alpha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, tensor_array
 from tformer_runtime.format.weight_files import WeightFiles
@@ -39,8 +39,7 @@ class ActivationKind(IntEnum):
     SWISH = 4
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(Struct, frozen=True):
     """An activation. alpha: of SWISH, x · sigmoid(alpha · x)."""
 
     kind: ActivationKind = ActivationKind.NONE
@@ -51,8 +50,7 @@ class Activation:
         return {"activation": int(self.kind), "alpha": self.alpha}
 
 
-@dataclass(frozen=True)
-class Activated:
+class Activated(Struct, frozen=True):
     """A value's activation. result: its name. nodes: those that compute it."""
 
     activation: Activation
@@ -60,8 +58,7 @@ class Activated:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True)
-class ElementwiseRewriting:
+class ElementwiseRewriting(Struct, frozen=True):
     """The replacement of activations, gates and norms of one graph, without its branches.
 
     inputs: names of the inputs of the model, whose values a caller gives.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.format.onnx_graph import Attribute, Graph, Node, Tensor, tensor_array
@@ -22,8 +21,7 @@ _PLAIN: dict[str, dict[str, Attribute]] = {
 }
 
 
-@dataclass(frozen=True)
-class FloatProduct:
+class FloatProduct(Struct, frozen=True):
     """A product that one operator can compute.
 
     source, result: names of its input (…, K) and output (…, N).
@@ -78,7 +76,7 @@ def _transposes(node: Node) -> bool | None:
     counts = (2, 3) if node.op_type == "Gemm" else (2,)
     if node.op_type not in _PLAIN or node.domain != domain or len(node.outputs) != 1 or len(node.inputs) not in counts:
         return None
-    attributes = node.attributes()
+    attributes = {**node.attributes()}
     transposes = attributes.pop("transB", 0) if node.op_type != "MatMul" else 0
     plain = _PLAIN[node.op_type]
     if any(name not in plain or plain[name] != value for name, value in attributes.items()) or transposes not in (0, 1):

@@ -11,9 +11,10 @@ number of rows, and the `If` is replaced by it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.manifest import DecodeStage
@@ -148,8 +149,7 @@ def _without_loops(graph: Graph) -> Iterator[Graph]:
             yield from _without_loops(branch)
 
 
-@dataclass(frozen=True)
-class _Replacement:
+class _Replacement(Struct, frozen=True):
     """inputs: names of the inputs of the model. has_scans: whether it has a Scan."""
 
     files: WeightFiles

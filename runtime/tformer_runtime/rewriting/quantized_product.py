@@ -14,9 +14,8 @@ that a product with any difference is not recognised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.format.onnx_fields import DATA_TYPE_FLOAT
@@ -27,8 +26,7 @@ from tformer_runtime.rewriting.stored_weights import StoredWeights, find_stored_
 CONTRIB = "com.microsoft"
 
 
-@dataclass(frozen=True)
-class RowScaling:
+class RowScaling(Struct, frozen=True):
     """How a row of activations x becomes uint8: round(x / scale) + zero with scale = step · maximum.
 
     magnitude: whether the maximum is that of |x|; else it is that of x, and `floor` at least.
@@ -44,8 +42,7 @@ class RowScaling:
     fixed_scale: float = 0.0
 
 
-@dataclass(frozen=True)
-class QuantizedProduct:
+class QuantizedProduct(Struct, frozen=True):
     """A product that one operator can compute.
 
     source, result: names of its float input (…, K) and output (…, N).

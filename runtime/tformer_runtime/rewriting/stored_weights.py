@@ -7,10 +7,12 @@ stored form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.format.onnx_fields import DATA_TYPE_INT8, DATA_TYPE_INT32, DATA_TYPE_UINT8, NODE_ATTRIBUTE
@@ -27,8 +29,7 @@ _ARITHMETIC = {"Mul": np.multiply, "Sub": np.subtract, "Div": np.floor_divide}
 _SHAPING = ("Unsqueeze", "Expand", "Concat", "Reshape", "Cast", *_ARITHMETIC)
 
 
-@dataclass(frozen=True)
-class StoredWeights:
+class StoredWeights(Struct, frozen=True):
     """Integer weights (K, N).
 
     tensor: int8 (K, N); int8 (N, K) if `is_transposed`; packed uint8 (N, blocks, block · bits / 8) if `block`.
@@ -333,7 +334,7 @@ def _evaluate(graph: Graph, name: str, files: WeightFiles, known: dict[str, Arra
     return result if result is not None and result.size <= MAX_TABLE_VALUES else None
 
 
-def _run(operator: str, arrays: list[Array], attributes: dict[str, Attribute]) -> Array | None:
+def _run(operator: str, arrays: list[Array], attributes: Mapping[str, Attribute]) -> Array | None:
     """Run one operator; None for other operators and for results that are too large."""
     first = arrays[0]
     if operator == "Unsqueeze":
