@@ -75,6 +75,8 @@ class SessionCall:
         self.column_ids: Ints = self.candidates.ids if self.candidates else np.zeros(0, np.int64)
         self.logits = mapped_zeros((rows, num_positions, len(self.column_ids) or vocabulary), np.dtype(np.float32))
         self.loop_logits: F32 = self.logits[:0]  # of the steps of a greedy loop, one after the other
+        self.plan: Ints | None = None  # of the loop that is bound, with as many of its logits; None for a single step
+        self.bound_loop_logits = 0
         self.logits_name, self.no_plan = decode.logits.name, static_inputs.placeholders.get(GREEDY_PLAN)
         self.logit_scatter = LogitScatter(rows, num_positions, vocabulary) if self.candidates else None
         inputs: dict[str, Array] = {
@@ -132,26 +134,47 @@ class SessionCall:
         tokens: (rows, 1). plan: of GREEDY_PLAN.
         """
         rows, _, vocabulary = self.logits.shape
-        if len(self.loop_logits) < max_steps * rows:
-            self.loop_logits = mapped_zeros((max_steps * rows, 1, vocabulary), np.dtype(np.float32))
-        logits = self.loop_logits[: max_steps * rows]
+        self._bind_loop(plan, max_steps * rows)
         self._write_inputs(state.lengths, tokens, None, state.max_row_length + 1)
+        self.session.run(self.bindings[0], "decode")
+        return self.loop_logits[: max_steps * rows].reshape(max_steps, rows, vocabulary)
+
+    def _bind_loop(self, plan: Ints, count: int) -> None:
+        """Bind a plan, and the buffer of `count` logits. What the last loop has bound is used again."""
         (binding,) = self.bindings
-        native = binding.native
-        native.bind_ortvalue_input(GREEDY_PLAN, self.session.host_tensor(plan))
-        native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(logits))
-        try:
-            self.session.run(binding, "decode")
-        finally:
-            native.bind_ortvalue_input(GREEDY_PLAN, self.no_plan)
-            native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(self.logits))
-        return logits.reshape(max_steps, rows, vocabulary)
+        if self.plan is not None and len(self.plan) == len(plan):
+            self.plan[:] = plan
+        else:
+            self.plan = plan
+            binding.native.bind_ortvalue_input(GREEDY_PLAN, self.session.host_tensor(plan))
+        if count == self.bound_loop_logits:
+            return
+        if len(self.loop_logits) < count:
+            self.loop_logits = mapped_zeros((count, 1, self.logits.shape[-1]), np.dtype(np.float32))
+        logits = self.session.host_tensor(self.loop_logits[:count])
+        binding.native.bind_ortvalue_output(self.logits_name, logits)
+        self.bound_loop_logits = count
+
+    def _bind_single_step(self) -> None:
+        """Bind what a run without a loop reads and writes, after a loop."""
+        if self.plan is None:
+            return
+        (binding,) = self.bindings
+        binding.native.bind_ortvalue_input(GREEDY_PLAN, self.no_plan)
+        binding.native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(self.logits))
+        self.plan, self.bound_loop_logits = None, 0
+
+    def drop_loop(self) -> None:
+        """Free the buffers of loops."""
+        self._bind_single_step()
+        self.loop_logits = self.logits[:0]
 
     def run_one_token(self, state: State, tokens: Array, total_slots: int) -> Array:
         return self.run(state, tokens, None, total_slots)
 
     def run(self, state: State, tokens: Array, counts: Array | None, total_slots: int) -> Array:
         new_tokens, lengths = self.new_tokens, state.lengths
+        self._bind_single_step()
         self._write_inputs(lengths, tokens, counts, total_slots)
         binding = self.bindings[state.cache.side]
         if SLOT_INDICES in self.controls:

@@ -58,26 +58,25 @@ def chosen_tokens(logits: F32, plan: GreedyPlan) -> Ints:
     block = max(1, BLOCK_NUMBERS // (rows * vocabulary))
     chosen: list[Ints] = []
     for begin in range(0, max_steps, block):
-        tokens, stops = _choose(logits[begin : begin + block], plan)
-        if stops.any():
-            chosen.append(tokens[: int(stops.argmax()) // rows + 1])
+        tokens, goes_on = _choose(logits[begin : begin + block], plan)
+        last = int(goes_on.argmin())  # the first that stops, if any does
+        if not goes_on[last]:
+            chosen.append(tokens[: last // rows + 1])
             break
         chosen.append(tokens)
-    return np.concatenate(chosen)
+    return np.concatenate(chosen) if len(chosen) > 1 else chosen[0]
 
 
 def _choose(logits: F32, plan: GreedyPlan) -> tuple[Ints, Array]:
-    """Return the tokens (steps, rows) of some steps, and (steps · rows,) whether the steps end with each of them."""
-    steps, rows, vocabulary = logits.shape
-    flat, places = logits.reshape(-1, vocabulary), np.arange(steps * rows)
+    """Return the tokens (steps, rows) of some steps, and (steps · rows,) whether steps go on after each of them."""
+    flat = logits.reshape(-1, logits.shape[-1])
     tokens = flat.argmax(-1)
-    chosen = flat[places, tokens]
-    stops = ~np.isfinite(chosen)
+    goes_on = np.isfinite(np.maximum.reduce(flat, -1))
     if len(plan.forbidden) and not set(tokens.tolist()).isdisjoint(plan.forbidden.tolist()):
         allowed = flat.copy()
         allowed[:, plan.forbidden] = -np.inf
         tokens = allowed.argmax(-1)
-        stops |= allowed[places, tokens] == -np.inf
+        goes_on &= np.maximum.reduce(allowed, -1) != -np.inf
     for end in plan.ends:
-        stops |= tokens == end
-    return tokens.reshape(steps, rows), stops
+        goes_on &= tokens != end
+    return tokens.reshape(logits.shape[:2]), goes_on

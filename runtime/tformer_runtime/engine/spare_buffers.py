@@ -54,7 +54,7 @@ class SpareBuffers:
         nbytes = state.nbytes + call.logits.nbytes
         if nbytes <= MAX_SPARE_BYTES and len(self._spares) < MAX_SPARES and not self._closed:
             if nbytes + call.loop_logits.nbytes > MAX_SPARE_BYTES:
-                call.loop_logits = call.logits[:0]
+                call.drop_loop()
             self._spares.append(Spare(state.cache.detach(), state.lengths, call))
 
     def take(self, rows: int, max_tokens: Sequence[int], budget: MemoryShare) -> Spare | None:
