@@ -21,11 +21,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.errors import OutputError, quotable
 from tformer_runtime.base.special_files import check_output_name
@@ -35,8 +37,7 @@ JOURNAL_INTERVAL_RESULTS = 256  # unrecorded results after which the journal is 
 JOURNAL_INTERVAL_SECONDS = 1.0  # or after this time
 
 
-@dataclass(frozen=True)
-class _RunProgress:
+class _RunProgress(Struct, frozen=True):
     """The progress of a run.
 
     inputs: the number of finished inputs.

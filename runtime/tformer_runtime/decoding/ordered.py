@@ -18,10 +18,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, TformerError, with_input_number
 from tformer_runtime.decoding.request import Request, Result
@@ -82,8 +83,7 @@ class Runner(Protocol[InputContra, FinishedCo]):
         """Stop all work and release memory and threads."""
 
 
-@dataclass(frozen=True)
-class WindowLimits(Generic[Input]):
+class WindowLimits(Struct, Generic[Input], frozen=True):
     """Where a window ends.
 
     max_inputs: the maximum number of inputs.
@@ -214,8 +214,7 @@ class ContinuousRunner:
         self._scheduler.release()
 
 
-@dataclass
-class _Window(Generic[Item]):
+class _Window(Struct, Generic[Item]):
     """The unfinished inputs of a window. waits: for each batch, a function that returns when the batch is finished."""
 
     items: deque[Item]

@@ -17,11 +17,11 @@ import binascii
 import io
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import MemoryBudgetError, ModelFileError, error_summary
@@ -42,8 +42,7 @@ _DAMAGE = (  # errors of base64, numpy and zlib for a text that is none of their
 Table = tuple[Ints, npt.NDArray[np.int32]]  # starts, ids: source id i has the candidates ids[starts[i] : starts[i + 1]]
 
 
-@dataclass(frozen=True, eq=False)
-class Shortlist:
+class Shortlist(Struct, frozen=True, eq=False):
     """The tables of a shortlist.
 
     vocabulary: the number of ids.

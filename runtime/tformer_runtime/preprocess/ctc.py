@@ -9,11 +9,11 @@ Recurrent DNNs").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F64, Ints
 from tformer_runtime.format.typed_json import Index
@@ -122,8 +122,7 @@ def align_path(logprobs: F64, ids: Sequence[int], blank: int) -> Ints:
     return path
 
 
-@dataclass(frozen=True)
-class CtcSpelling:
+class CtcSpelling(Struct, frozen=True):
     """How tokens become text.
 
     tokens: the text of each id.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import InputError, quotable
@@ -33,8 +33,7 @@ class EncodedText(NamedTuple):
     types: Ints
 
 
-@dataclass(frozen=True)
-class TextWindow:
+class TextWindow(Struct, frozen=True):
     """A window of a text or a pair, with the offsets of each token.
 
     ids, types: (time,).
