@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +11,7 @@ import onnx
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from support.native_products import PATHS, kernels_of, requires_kernels, session_of
 
