@@ -14,7 +14,6 @@ OUT.part becomes OUT.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -60,6 +59,8 @@ class _RunProgress(Struct, frozen=True):
         return cls(**entry)
 
     def after(self, line: str, size: int) -> _RunProgress:
+        import hashlib  # takes 3 ms to import, and a run without a result file does not need it
+
         digest = hashlib.sha256(f"{self.digest} {line}".encode("utf-8", "surrogateescape")).hexdigest()
         return _RunProgress(self.inputs + 1, self.bytes + size, digest)
 

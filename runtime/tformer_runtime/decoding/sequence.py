@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from msgspec import Struct, field
@@ -34,7 +34,7 @@ FinishReason = Literal["end", "stop", "length"]
 Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
 
 
-class Token(NamedTuple):
+class Token(Struct, frozen=True):
     """A generated token.
 
     copy: the number of the sample of the task.

@@ -12,7 +12,6 @@ bit for bit, in float32 up to the order of sums.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import zlib
@@ -34,7 +33,7 @@ MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its sh
 MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
 GATHER_DELAY_CALLS = 2  # calls between a change of rows and gathering, which costs about a call: rows may change again
 
-_DAMAGE = (  # errors of base64, numpy and zlib for a text that is none of theirs, without a common base
+_DAMAGE = (  # errors of binascii, numpy and zlib for a text that is none of theirs, without a common base
     *(ValueError, TypeError, KeyError, OSError, EOFError, OverflowError, NotImplementedError, RuntimeError),
     *(zlib.error, binascii.Error),
 )
@@ -83,7 +82,7 @@ class Shortlist(Struct, frozen=True, eq=False):
                 content = io.BytesIO()
                 np.save(content, array)
                 archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
-        return base64.b64encode(file.getvalue()).decode()
+        return binascii.b2a_base64(file.getvalue(), newline=False).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Shortlist:
@@ -91,7 +90,7 @@ class Shortlist(Struct, frozen=True, eq=False):
         import zipfile
 
         try:
-            file = io.BytesIO(base64.b64decode(text, validate=True))
+            file = io.BytesIO(binascii.a2b_base64(text, strict_mode=True))
             with zipfile.ZipFile(file) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > MAX_UNPACKED_BYTES:
                     raise ValueError("its tables are too large")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -19,7 +18,7 @@ from tformer_runtime.base.arrays import F64, Ints
 from tformer_runtime.format.typed_json import Index
 
 
-class CtcHypothesis(NamedTuple):
+class CtcHypothesis(Struct, frozen=True):
     """A labelling.
 
     score: the natural logarithm of its probability; in greedy decoding, of the probability of its path.
@@ -29,7 +28,7 @@ class CtcHypothesis(NamedTuple):
     score: float
 
 
-class CtcSpan(NamedTuple):
+class CtcSpan(Struct, frozen=True):
     """A piece of text and its frames. `end` is exclusive."""
 
     text: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-class EncodedText(NamedTuple):
+class EncodedText(Struct, frozen=True):
     """ids, types: (time,) each."""
 
     ids: Ints
