@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import torch
+from msgspec import structs
 
 from tformer_export.calibration.samples import check_lines, check_text_file
 from tformer_export.calibration.series_windows import read_values
@@ -78,7 +79,7 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
     with folder_next_to(out) as folder:
         compiled, forms, tuning = _compile(source, options, folder, clock)
         if source.packed_weights:
-            compiled = replace(compiled, manifest=replace(compiled.manifest, quantization="int4"))
+            compiled = replace(compiled, manifest=structs.replace(compiled.manifest, quantization="int4"))
         verified = _verify(compiled, source, folder, clock)
         if options.half is not None:
             verified = _round_to_half(verified, options.half, folder, clock)
@@ -200,7 +201,7 @@ def _verify_raw_inputs(verified: _VerifiedModel, clock: PhaseClock) -> _Verified
     """
     compiled, gate, engine, parity = verified.compiled, verified.gate, verified.engine, verified.parity
     if not parity.ragged and compiled.manifest.encode is not None:
-        manifest = replace(compiled.manifest, encode=replace(compiled.manifest.encode, ragged=False))
+        manifest = structs.replace(compiled.manifest, encode=structs.replace(compiled.manifest.encode, ragged=False))
         compiled, engine = replace(compiled, manifest=manifest), Engine(engine.session, manifest=manifest)
     with clock.phase("verify"), unchanged(gate.source.module):
         raw = check_raw(gate.source, engine, gate.tolerance)
@@ -252,4 +253,4 @@ def _with_parity(
     if degradation is not None:
         measured["quantized"] = asdict(degradation)
         del measured["quantized"]["speed"]  # a time would make every export of a model another file
-    return replace(manifest, parity=measured)
+    return structs.replace(manifest, parity=measured)

@@ -13,11 +13,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.option_table import ExportOptionSpec, option_specs

@@ -26,12 +26,12 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import DeadlineError, OptionError, UnsupportedCallError, error_summary
@@ -76,8 +76,7 @@ MAX_LOOP_VALUES = 10_000  # results of more numbers are made in another thread
 ReadingT = TypeVar("ReadingT")
 
 
-@dataclass(frozen=True)
-class AsyncModelStats:
+class AsyncModelStats(Struct, frozen=True):
     """The work of an `AsyncModel` at one moment.
 
     running_rows: rows that are computed together now. Beams and samples of a request, and windows of an input, are

@@ -11,11 +11,11 @@ chat.rewind()                                           # remove the turn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
@@ -72,8 +72,7 @@ class CachedPrefix:
         self._state.release()
 
 
-@dataclass
-class Turn:
+class Turn(Struct):
     """A message and its answer.
 
     ids: of the conversation up to the end of the answer.
@@ -81,7 +80,10 @@ class Turn:
 
     message: Any
     result: Result
-    ids: Ints = field(repr=False)
+    ids: Ints
+
+    def __repr__(self) -> str:
+        return f"Turn(message={self.message!r}, result={self.result!r})"
 
 
 class Chat:

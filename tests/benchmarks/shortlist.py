@@ -15,7 +15,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from batches import VOCABULARY, module
+from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from tformer_export import export

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from support.command_lines import run
 
 from tformer_runtime import Model, OptionError
-from tformer_runtime.cli import errors
 
 RUN = "from tformer_runtime.cli.main import main; main()"
 EXPORT = "from tformer_export.cli import main; main()"
@@ -96,7 +96,7 @@ def test_error_that_nobody_foresaw_is_a_sentence_and_a_file(path, monkeypatch, t
         raise ZeroDivisionError("half a character: \ud800\nand a second line")
 
     monkeypatch.setattr("tformer_runtime.cli.main.read_manifest", fail)
-    monkeypatch.setattr(errors.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     result = run(path, "--info")
     line = sentence(result.exit_code, result.stderr)
     start, _, report = line.rpartition(" ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from support.hf_models import gpt2, llama, t5
 from support.peft_adapters import greedy, make_adapter
 

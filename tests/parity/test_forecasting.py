@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from support.series_models import DecoderOnly, EncoderDecoder, SinglePassForecaster, forecast_by_loop
 
 from tformer_export import export, padding

@@ -17,6 +17,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from msgspec import structs
 from support.command_lines import failed, run
 from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec2Processor
 
@@ -267,7 +268,7 @@ def test_long_sounds_are_read_in_the_windows_of_the_pipeline(exported, tmp_path,
     for timestamps in ("word", "char"):
         results = list(loaded.transcribe_batch([*long_sounds, SOUNDS[2]], 3, timestamps=timestamps, **options))
         for result, together in zip(results, asyncio.run(ask(timestamps)), strict=True):
-            assert together == replace(result, score=pytest.approx(result.score, abs=1e-4))
+            assert together == structs.replace(result, score=pytest.approx(result.score, abs=1e-4))
         for samples, result in zip([*long_sounds, SOUNDS[2]], results, strict=True):
             expected = pipeline(samples.copy(), return_timestamps=timestamps)
             times = [(chunk["text"], *map(pytest.approx, chunk["timestamp"])) for chunk in expected["chunks"]]
@@ -363,7 +364,7 @@ def test_model_without_an_extractor_reads_whole_sounds(tmp_path):
 def test_file_without_a_vocabulary_gives_ids(exported):
     _, path, model, processor, _ = exported("group")
     manifest = Model.load(path).manifest
-    task = CtcRecognition(replace(manifest, output_meaning=OutputMeaning(settings={"blank": 0})))
+    task = CtcRecognition(structs.replace(manifest, output_meaning=OutputMeaning(settings={"blank": 0})))
     logits = transformers_results(model, processor, SOUNDS[0])[0]
     result = task.result([logits], task.settings({}))
     best = logits.argmax(-1)

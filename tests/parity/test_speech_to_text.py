@@ -18,6 +18,7 @@ import openai
 import pytest
 import soundfile
 import torch
+from msgspec import structs
 from support.command_lines import failed, run
 from support.servers import RunningServer
 from support.tiny_whisper import (
@@ -156,7 +157,7 @@ def test_concurrent_transcriptions_equal_those_alone(exported):
 
     *outcomes, one, shape, option, windows, late, truncated = asyncio.run(ask())
     for outcome, wanted in zip([*outcomes, one], [*expected, expected[0]], strict=True):
-        assert outcome == replace(wanted, score=pytest.approx(wanted.score, abs=1e-4))
+        assert outcome == structs.replace(wanted, score=pytest.approx(wanted.score, abs=1e-4))
     assert [type(error) for error in (shape, windows)] == [InputError] * 2
     assert shape.input_number is windows.input_number is None
     assert [type(error) for error in (option, truncated, late)] == [OptionError, OptionError, DeadlineError]
@@ -331,7 +332,7 @@ def test_generation_config_applies_to_the_file(exported, name, times):
     finally:
         model.generation_config = original_config
     (result,) = Transcriber(
-        loaded.generator, replace(loaded.manifest, generation_defaults=source.generation_defaults)
+        loaded.generator, structs.replace(loaded.manifest, generation_defaults=source.generation_defaults)
     ).transcribe_all([SHORT[1]], 1, 1, 0, {"timestamps": times})
     assert_same_transcription(result, expected, times)
     if name in ("bad_words_ids", "repetition_penalty", "sequence_bias"):
@@ -417,7 +418,9 @@ def test_first_tokens_match_transformers(exported, forced, languages):
 def test_language_and_task_are_refused_for_a_model_of_one_language(exported, tmp_path):
     manifest = Model.load(exported[1]).manifest
     settings = {**manifest.output_meaning.settings, "multilingual": False}
-    task = SpeechToText(replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings)))
+    task = SpeechToText(
+        structs.replace(manifest, output_meaning=structs.replace(manifest.output_meaning, settings=settings))
+    )
     assert task.settings({"timestamps": True})["timestamps"]
     for options in ({"language": "en"}, {"task": "translate"}):
         with pytest.raises(OptionError, match="this model has one language and one task"):

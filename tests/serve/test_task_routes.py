@@ -11,6 +11,7 @@ import threading
 import httpx
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 from support.served_tasks import picture
 from support.servers import HANG_SECONDS
 
@@ -22,7 +23,7 @@ HISTORIES = [[[1, 2], [2, 3], [3, 4.5]], [[0.25, -2]] * 7, [[5, 1e3], [6, 2e3], 
 
 
 def of_spans(spans):
-    return {"spans": [vars(span) for span in spans]}
+    return {"spans": [asdict(span) for span in spans]}
 
 
 def of_class(result):
@@ -39,7 +40,7 @@ def of_answer(answer):
 
 
 def of_filled(filled):
-    return {"masks": [[vars(candidate) for candidate in mask] for mask in filled]}
+    return {"masks": [[asdict(candidate) for candidate in mask] for mask in filled]}
 
 
 def of_forecast(rows):

@@ -7,12 +7,13 @@ encoder-decoder is one graph whose stages are the branches of an `If`, as in the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+from msgspec.structs import replace
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper

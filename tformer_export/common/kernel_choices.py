@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from tformer_runtime.format.manifest import Manifest, SessionSettings
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 import torch
+from msgspec.structs import replace
 
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from tformer_export.calibration.samples import draw_long_sample, draw_samples, read_samples
 from tformer_export.calibration.series_windows import read_windows
 from tformer_export.common.clock import PhaseClock
@@ -135,7 +137,9 @@ def _calibrate(
         planner.learn_static_scales([*fit_samples, draw_long_sample(gate, before)] if is_random else fit_samples)
     if samples is not None:
         planner.fit_integers({"int8": (8,), "int4": (4,), "mixed": (4, 6, 8)}[options.quantization.weights])
-    return planner, replace(manifest, quantization=options.quantization.weights, optimized_for=options.optimize_for)
+    return planner, structs.replace(
+        manifest, quantization=options.quantization.weights, optimized_for=options.optimize_for
+    )
 
 
 def _budget(options: ExportOptions, reference: ReferenceDistribution | ReferenceOutputs | None) -> DegradationBudget:
@@ -199,8 +203,8 @@ def _rewrite(
         )
         counts = {"static_scales": parts.static_scales, "row_scales": parts.row_scales, "quantized": parts.count}
         products = parts.products
-        decode = manifest.decode and replace(manifest.decode, small_batch_limit=parts.small_batch_limit)
-        manifest = replace(manifest, decode=decode)
+        decode = manifest.decode and structs.replace(manifest.decode, small_batch_limit=parts.small_batch_limit)
+        manifest = structs.replace(manifest, decode=decode)
     if adds_shortlist:
         manifest = with_columns(model, manifest)
     return replace(compiled, model=model, manifest=manifest, counts={**compiled.counts, **counts}), products

@@ -7,11 +7,12 @@ the samples, teacher-forced, in batches of one length so that nothing is padded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from tformer_export.calibration.samples import Sample, group_by_length
 from tformer_export.common.onnx_writer import save

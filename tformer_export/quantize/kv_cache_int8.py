@@ -13,10 +13,11 @@ are clipped. Scales that followed the values would require rounding the whole ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from tformer_export.calibration.samples import Sample
 from tformer_export.common.ir_edit import constant

@@ -13,13 +13,13 @@ Time: a pass takes two to three times as long as in the unquantised file, becaus
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from tformer_export.common.ir_edit import constant
 from tformer_export.common.onnx_writer import save

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from tformer_export.common.onnx_writer import save
 from tformer_export.shortlist.check import check_columns

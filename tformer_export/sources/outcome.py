@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from tformer_export.sources.base import Source
 from tformer_export.sources.pooling import with_pooling
@@ -63,7 +64,7 @@ def _class_meaning(source: Source, labels: tuple[str, ...], problem: str) -> Out
         raise OptionError(f"{len(labels)} labels are given for {shape[-1]} scores: give as many, each once")
     if problem == SINGLE_LABEL and shape[-1] == 1 and not of_tokens:
         problem = MULTI_LABEL  # one label alone holds or not
-    return replace(source.output_meaning, labels=labels, problem_type=problem)
+    return structs.replace(source.output_meaning, labels=labels, problem_type=problem)
 
 
 def _check_span_scores(source: Source) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from tformer_export.common.kernel_choices import (
     CHOICES,
@@ -103,7 +104,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
 
     def build(forms: KernelForms) -> Request:
         candidate = analysed.compile(forms)
-        manifest = replace(
+        manifest = structs.replace(
             with_forms(candidate.manifest, forms, options.optimize_for), quantization=options.quantization.weights
         )
         if options.quantization.weights != "none":
@@ -129,7 +130,7 @@ def tune_model(analysed: AnalysedModel, compiled: CompiledModel, options: Export
                 gate, Engine(save(candidate.model, manifest, path), device="cpu", native_kernels=False)
             )
 
-    manifest = replace(
+    manifest = structs.replace(
         with_forms(compiled.manifest, DEFAULT_FORMS, options.optimize_for), quantization=options.quantization.weights
     )
     compiled = replace(compiled, manifest=manifest)

@@ -9,10 +9,11 @@ nearer to each other than the error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tformer_export.sources import Source
 from tformer_export.sources.hugging_face.audio import draw_sounds

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -81,6 +80,8 @@ def _flush_or_discard() -> OSError | None:
 
 def _unforeseen(command: str, error: Exception) -> str:
     """Write the traceback of an error to a new file, and return the sentence that names it."""
+    import tempfile  # takes 3 ms to import
+
     summary = error_summary(error)
     try:
         handle, path = tempfile.mkstemp(prefix=f"{command}-", suffix=".txt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -56,6 +55,8 @@ class _ForecastJob(Job):
         if self.as_json:
             fields = {"index": index, "input": name, **self.task.format_fields(forecast)}
             return json.dumps(fields, ensure_ascii=False) + "\n"
+        import csv  # every run would import it
+
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         label = [name] if self.several else []

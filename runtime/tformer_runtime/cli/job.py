@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import OptionError, UnsupportedCallError
 from tformer_runtime.format.manifest import ATTENTIONS
@@ -27,8 +28,7 @@ Outcome = TypeVar("Outcome")
 Write = Callable[[Any], Any]  # of text, or of bytes to a file
 
 
-@dataclass(frozen=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """The options that files of all kinds take.
 
     ids: inputs and results are ids.
@@ -63,8 +63,7 @@ class RunOptions:
     verbose: bool = False
 
 
-@dataclass(frozen=True)
-class BatchSettings:
+class BatchSettings(Struct, frozen=True):
     """How inputs are batched.
 
     size: inputs of a batch.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import click
+from msgspec import Struct
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.options import OPTIONS as SPECS
@@ -42,8 +42,7 @@ _TASK_FLAGS = {name: flag.flag for task in TASKS for flags in task.all_flags().v
 _LIMIT_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("max_process_memory", "max_run_seconds")}
 
 
-@dataclass(frozen=True)
-class TableOptions:
+class TableOptions(Struct, frozen=True):
     """The options of `--ray`.
 
     ray: whether the job is one of Ray.
@@ -73,7 +72,7 @@ class TableOptions:
 
 def table_options(values: Mapping[str, Any]) -> tuple[TableOptions, dict[str, Any]]:
     """Return the options of `--ray`, and the other values of the command line."""
-    own = {name: values[name] for name in TableOptions.__dataclass_fields__}
+    own = {name: values[name] for name in TableOptions.__struct_fields__}
     return TableOptions(**own), {name: value for name, value in values.items() if name not in own}
 
 

@@ -14,18 +14,19 @@ OUT.part becomes OUT.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.errors import OutputError, quotable
 from tformer_runtime.base.special_files import check_output_name
@@ -35,8 +36,7 @@ JOURNAL_INTERVAL_RESULTS = 256  # unrecorded results after which the journal is 
 JOURNAL_INTERVAL_SECONDS = 1.0  # or after this time
 
 
-@dataclass(frozen=True)
-class _RunProgress:
+class _RunProgress(Struct, frozen=True):
     """The progress of a run.
 
     inputs: the number of finished inputs.
@@ -59,6 +59,8 @@ class _RunProgress:
         return cls(**entry)
 
     def after(self, line: str, size: int) -> _RunProgress:
+        import hashlib  # takes 3 ms to import, and a run without a result file does not need it
+
         digest = hashlib.sha256(f"{self.digest} {line}".encode("utf-8", "surrogateescape")).hexdigest()
         return _RunProgress(self.inputs + 1, self.bytes + size, digest)
 

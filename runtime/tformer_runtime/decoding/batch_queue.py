@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import DeadlineError, MemoryBudgetError, typed_memory_error
 from tformer_runtime.decoding.scheduler import DEADLINE_MESSAGE
@@ -35,8 +36,7 @@ class QueuedRow(Hashable, Protocol):
 Row = TypeVar("Row", bound=QueuedRow)
 
 
-@dataclass(eq=False)
-class QueuedCall(Generic[Row]):
+class QueuedCall(Struct, Generic[Row], eq=False):
     """One call.
 
     rows: at least one.

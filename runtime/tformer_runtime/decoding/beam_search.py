@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Ints
@@ -129,8 +129,7 @@ class _Beams:
         )
 
 
-@dataclass
-class _Ranked:
+class _Ranked(Struct):
     """The best continuations of several groups. Each array is (groups, width).
 
     top: summed scores; of tokens that are not allowed they are not finite.

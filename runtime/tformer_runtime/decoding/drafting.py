@@ -10,10 +10,10 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from tformer_runtime.base.arrays import F32, Array
 from tformer_runtime.base.errors import InputError, OptionError, TformerError

@@ -37,7 +37,10 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import msgspec
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding import option_checks as check
@@ -63,8 +66,7 @@ ADAPTERS = "Adapters"
 OUTPUT = "Additional output"
 
 
-@dataclass(frozen=True)
-class GenerationOptionSpec:
+class GenerationOptionSpec(msgspec.Struct, frozen=True):
     """One generation option.
 
     heading: the group of options that it belongs to.
@@ -438,12 +440,10 @@ GenerationOptions.__doc__ = _documented()
 
 
 def _default(name: str) -> Any:
-    spec = OPTIONS[name]
-    return field(default=spec.default, hash=False if name == "logits_processor" else None)
+    return OPTIONS[name].default
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """Generation options with every value set. The defaults are those of the table.
 
     Requests of equal settings can share a batch.
@@ -491,6 +491,9 @@ class Settings:
     top_logprobs: int = _default("top_logprobs")
     cross_attentions: bool = _default("cross_attentions")
     hidden_states: bool = _default("hidden_states")
+
+    def __hash__(self) -> int:
+        return hash(_HASHED(self))
 
     @property
     def sampling(self) -> bool:
@@ -595,6 +598,9 @@ class Settings:
                 f"forced_bos_token_id={self.forced_bos_token_id} is one of the ids that suppress_tokens forbids",
                 option="forced_bos_token_id",
             )
+
+
+_HASHED = attrgetter(*(name for name in OPTIONS if name != "logits_processor"))  # a callable may have no hash
 
 
 def file_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:

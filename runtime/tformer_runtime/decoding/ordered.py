@@ -17,17 +17,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import InputError, MemoryBudgetError, TformerError, with_input_number
 from tformer_runtime.decoding.request import Request, Result
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.decoding.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 WINDOW_BATCHES = 16  # batches that a window has inputs for
 
@@ -82,8 +85,7 @@ class Runner(Protocol[InputContra, FinishedCo]):
         """Stop all work and release memory and threads."""
 
 
-@dataclass(frozen=True)
-class WindowLimits(Generic[Input]):
+class WindowLimits(Struct, Generic[Input], frozen=True):
     """Where a window ends.
 
     max_inputs: the maximum number of inputs.
@@ -214,12 +216,17 @@ class ContinuousRunner:
         self._scheduler.release()
 
 
-@dataclass
-class _Window(Generic[Item]):
+class _Window(Struct, Generic[Item]):
     """The unfinished inputs of a window. waits: for each batch, a function that returns when the batch is finished."""
 
     items: deque[Item]
     waits: deque[Callable[[], None]]
+
+
+def _thread_pool(workers: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor  # one worker, the default of a short job, needs no pool
+
+    return ThreadPoolExecutor(workers, "tformer-worker")
 
 
 class BatchRunner(Generic[Item, Row]):
@@ -238,7 +245,7 @@ class BatchRunner(Generic[Item, Row]):
         max_windows: windows that are held at once; by default two with several workers and otherwise one.
         """
         self._make_batches, self._compute = make_batches, run
-        self._pool = ThreadPoolExecutor(workers, "tformer-worker") if workers > 1 else None
+        self._pool = _thread_pool(workers) if workers > 1 else None
         self._max_windows = max_windows or (1 if self._pool is None else 2)
         self._windows: deque[_Window[Item]] = deque()
 

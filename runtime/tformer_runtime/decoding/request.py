@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
+from msgspec import Struct, field
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, OptionError
@@ -16,8 +17,7 @@ from tformer_runtime.format.manifest import BASE_ADAPTER, Manifest
 from tformer_runtime.preprocess.inputs import Input, Inputs
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Seconds of one request.
 
     first_token: from the call to the first token.
@@ -28,16 +28,14 @@ class Timing:
     per_token: float
 
 
-@dataclass(frozen=True)
-class Speculation:
+class Speculation(Struct, frozen=True):
     """Tokens that were guessed, and the number of guesses that came true. Each of these saves a step of the model."""
 
     guessed: int
     accepted: int
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(Struct, frozen=True):
     """The generated text of one input.
 
     text: the text of the tokens, without the end token and up to a stop string; empty if the file has no tokenizer.
@@ -67,22 +65,35 @@ class Result:
     token_logprobs: tuple[float, ...]
     alternatives: tuple[Result, ...] = ()
     top_logprobs: tuple[Alternatives, ...] = ()
-    cross_attentions: Array | None = field(default=None, compare=False, repr=False)
-    hidden_states: Mapping[str, Array] = field(default_factory=dict, compare=False, repr=False)
-    timing: Timing | None = field(default=None, compare=False, repr=False)
-    speculation: Speculation | None = field(default=None, compare=False, repr=False)
+    cross_attentions: Array | None = None
+    hidden_states: Mapping[str, Array] = field(default_factory=dict)
+    timing: Timing | None = None
+    speculation: Speculation | None = None
+
+    # Arrays and times are not compared, and they would fill the screen.
+
+    def __eq__(self, other: object) -> bool:
+        return _compared(self) == _compared(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_compared(self))
+
+    def __repr__(self) -> str:
+        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in _COMPARED)})"
 
 
-@dataclass(frozen=True)
-class PromptPrefix:
+_COMPARED = Result.__struct_fields__[: Result.__struct_fields__.index("cross_attentions")]
+_compared = attrgetter(*_COMPARED)
+
+
+class PromptPrefix(Struct, frozen=True):
     """Ids that were read before a request, and the state of one row that has read them."""
 
     state: State
     token_ids: Ints
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """One input, ready to run.
 
     index: its place in the list of inputs.

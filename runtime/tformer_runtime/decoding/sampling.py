@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.backend.sampling_graph import TOP_LOGITS_COUNT, TopLogits
 from tformer_runtime.base.arrays import F32, F64, Ints
@@ -52,8 +52,7 @@ def seed_or_random(settings: Settings) -> int:
     return int.from_bytes(os.urandom(8), "big") if settings.seed is None else settings.seed
 
 
-@dataclass(frozen=True)
-class Guess:
+class Guess(Struct, frozen=True):
     """A guess for the next token.
 
     tokens, probabilities: the distribution that it was drawn from, in the order of the vocabulary; None if it was not

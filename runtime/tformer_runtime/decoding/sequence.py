@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Array, Ints
@@ -34,7 +34,7 @@ FinishReason = Literal["end", "stop", "length"]
 Alternatives = tuple[tuple[int, float], ...]  # ids and their log-probabilities, the likeliest first
 
 
-class Token(NamedTuple):
+class Token(Struct, frozen=True):
     """A generated token.
 
     copy: the number of the sample of the task.
@@ -49,8 +49,7 @@ class Token(NamedTuple):
     alternatives: Alternatives = ()
 
 
-@dataclass(frozen=True)
-class Hypothesis:
+class Hypothesis(Struct, frozen=True):
     """A complete sequence of generated ids, with the end token.
 
     score: Σ logprobs / length ** length_penalty.
@@ -66,8 +65,7 @@ class Hypothesis:
     history: StepHistory | None = None
 
 
-@dataclass(eq=False)
-class SequenceTask:
+class SequenceTask(Struct, eq=False, dict=True):
     """One request while it is decoded. Times are by `time.monotonic`.
 
     index: its number, which is part of the seed of samples.

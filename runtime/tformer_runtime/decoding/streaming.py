@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections.abc
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tformer_runtime.decoding.generator import Generator
 from tformer_runtime.decoding.options import Settings
@@ -13,8 +14,7 @@ from tformer_runtime.decoding.sequence import Alternatives, FinishReason, Sequen
 from tformer_runtime.preprocess.tokenizer import Detokenizer
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """A part of one result of a request.
 
     number: of the result, from 0: the number of the sample, or the place in the order of beam search.

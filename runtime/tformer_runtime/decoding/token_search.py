@@ -274,8 +274,8 @@ class TokenSearch:
 
     def take_greedy(self, steps: GreedySteps) -> None:
         """Append the tokens that the model has chosen, but for those of the last step, which `advance` takes."""
-        logits, tokens, plan = steps
-        flat = logits.reshape(tokens.size, -1)
+        tokens = steps.tokens
+        flat = steps.logits.reshape(tokens.size, -1)
         logprobs: F32 = flat[np.arange(tokens.size), tokens.ravel()] - log_normalizer(flat)
         logprobs = logprobs.reshape(tokens.shape)
         *earlier, last = tokens.tolist()
@@ -284,7 +284,7 @@ class TokenSearch:
                 row.take_all([step[i] for step in earlier], logprobs[:-1, i].tolist())
             except Exception as error:  # of the task's own callback: only this task ends
                 row.task.error = row.task.error or error
-        if np.isfinite(logprobs[-1]).all() and set(last).isdisjoint(plan.forbidden.tolist()):
+        if np.isfinite(logprobs[-1]).all() and set(last).isdisjoint(steps.plan.forbidden.tolist()):
             self._planned = _Planned(last, logprobs[-1].tolist())
 
     def advance(

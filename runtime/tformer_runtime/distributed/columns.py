@@ -6,10 +6,10 @@ The types follow from the file and not from the results, so that all parts of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.errors import OptionError, UnsupportedCallError
 from tformer_runtime.base.extras import import_optional
@@ -70,8 +70,7 @@ def _nested(kind: TypeOf, rank: int) -> TypeOf:
     return kind
 
 
-@dataclass(frozen=True)
-class ResultColumns:
+class ResultColumns(Struct, frozen=True):
     """The columns of the results of a file.
 
     types: name of a column → its type.

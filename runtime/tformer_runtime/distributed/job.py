@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from tformer_runtime.base.errors import ModelFileError, OptionError, TformerError
 from tformer_runtime.distributed.calls import Call
@@ -22,8 +24,7 @@ PART_ROWS = 1000
 ERROR_COLUMN = "error"
 
 
-@dataclass(frozen=True)
-class TableJob:
+class TableJob(Struct, frozen=True):
     """A job. All its values can be pickled.
 
     model: the file, on each machine under the same name. fingerprint: of the file.
@@ -113,8 +114,7 @@ class PartWorker:
         return sum(results.failed)
 
 
-@dataclass(frozen=True)
-class JobSummary:
+class JobSummary(Struct, frozen=True):
     """The rows of a job: all, those that an earlier run finished, and those of this run that failed."""
 
     rows: int

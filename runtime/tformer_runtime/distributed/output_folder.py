@@ -13,11 +13,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct, field
 
 from tformer_runtime.base.errors import OutputError, quotable
 from tformer_runtime.base.whole_files import lock_without_waiting
@@ -29,8 +29,7 @@ _LOCK = f"{TEMPORARY}lock"
 _PART = re.compile(r"part-\d{5,}-\d{6,}\.(parquet|jsonl|csv)")
 
 
-@dataclass(frozen=True)
-class PlannedFile:
+class PlannedFile(Struct, frozen=True):
     """An input file and its parts."""
 
     file: StoredFile
@@ -41,8 +40,7 @@ class PlannedFile:
         return sum(part.rows for part in self.parts)
 
 
-@dataclass(frozen=True)
-class PlannedPart:
+class PlannedPart(Struct, frozen=True):
     """A part of a job. name: of the file of its results. rows_before: rows of the job before its file."""
 
     name: str
@@ -51,8 +49,7 @@ class PlannedPart:
     rows_before: int
 
 
-@dataclass(frozen=True)
-class _Journal:
+class _Journal(Struct, frozen=True):
     """options: of the job, as JSON values. finished: whether all parts are there."""
 
     options: dict[str, Any] = field(default_factory=dict)

@@ -11,11 +11,11 @@ import io
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.errors import InputError
 from tformer_runtime.base.extras import import_optional
@@ -32,8 +32,7 @@ _SCAN_BYTES = 8 << 20
 TEXT_COLUMN = "input"  # the name of the only column of a text file
 
 
-@dataclass(frozen=True)
-class FilePart:
+class FilePart(Struct, frozen=True):
     """Rows of a file. rows: their number. first: the number of rows before them. start, end: bytes of a text file."""
 
     first: int
@@ -42,8 +41,7 @@ class FilePart:
     end: int = 0
 
 
-@dataclass(frozen=True)
-class Results:
+class Results(Struct, frozen=True):
     """The results of the rows of a part.
 
     columns: of the results. chosen: column of a result → its name in the output.

@@ -11,11 +11,12 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from msgspec import Struct
 
 from tformer_runtime.base.errors import InputError, OptionError, OutputError
 from tformer_runtime.base.extras import import_optional
@@ -25,8 +26,7 @@ _WILDCARD = re.compile(r"[*?\[]")
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class StoredFile:
+class StoredFile(Struct, frozen=True):
     """A file of rows. modified: the time of its last change, in nanoseconds."""
 
     name: str

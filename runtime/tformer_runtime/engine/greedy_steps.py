@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32, Array, Ints
 
 BLOCK_NUMBERS = 1 << 18  # of logits that are read at once
 
 
-class GreedyPlan(NamedTuple):
+class GreedyPlan(Struct, frozen=True):
     """How tokens are chosen while steps run.
 
     max_steps: the greatest number of steps.
@@ -33,7 +33,7 @@ class GreedyPlan(NamedTuple):
 Planner = Callable[[int], GreedyPlan | None]
 
 
-class GreedySteps(NamedTuple):
+class GreedySteps(Struct, frozen=True):
     """Steps that a model has run by a plan.
 
     logits: (steps, rows, vocabulary), after each step.

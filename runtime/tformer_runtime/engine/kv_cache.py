@@ -28,10 +28,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.backend.cuda_graphs import BufferPool, BufferSet, padded_rows
 from tformer_runtime.backend.resident_pages import mapped_zeros
@@ -92,8 +92,7 @@ def _machine_bytes() -> int:
         return sys.maxsize
 
 
-@dataclass
-class _TensorGroup:
+class _TensorGroup(Struct):
     """Cached tensors of one shape, in one array (tensors, row capacity, …), so that they grow and move together.
 
     members: indices of the tensors in the manifest's list of caches.

@@ -12,16 +12,15 @@ bit for bit, in float32 up to the order of sums.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import MemoryBudgetError, ModelFileError, error_summary
@@ -34,7 +33,7 @@ MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its sh
 MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
 GATHER_DELAY_CALLS = 2  # calls between a change of rows and gathering, which costs about a call: rows may change again
 
-_DAMAGE = (  # errors of base64, numpy and zlib for a text that is none of theirs, without a common base
+_DAMAGE = (  # errors of binascii, numpy and zlib for a text that is none of theirs, without a common base
     *(ValueError, TypeError, KeyError, OSError, EOFError, OverflowError, NotImplementedError, RuntimeError),
     *(zlib.error, binascii.Error),
 )
@@ -42,8 +41,7 @@ _DAMAGE = (  # errors of base64, numpy and zlib for a text that is none of their
 Table = tuple[Ints, npt.NDArray[np.int32]]  # starts, ids: source id i has the candidates ids[starts[i] : starts[i + 1]]
 
 
-@dataclass(frozen=True, eq=False)
-class Shortlist:
+class Shortlist(Struct, frozen=True, eq=False):
     """The tables of a shortlist.
 
     vocabulary: the number of ids.
@@ -84,7 +82,7 @@ class Shortlist:
                 content = io.BytesIO()
                 np.save(content, array)
                 archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)
-        return base64.b64encode(file.getvalue()).decode()
+        return binascii.b2a_base64(file.getvalue(), newline=False).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Shortlist:
@@ -92,7 +90,7 @@ class Shortlist:
         import zipfile
 
         try:
-            file = io.BytesIO(base64.b64decode(text, validate=True))
+            file = io.BytesIO(binascii.a2b_base64(text, strict_mode=True))
             with zipfile.ZipFile(file) as archive:
                 if sum(entry.file_size for entry in archive.infolist()) > MAX_UNPACKED_BYTES:
                     raise ValueError("its tables are too large")

@@ -6,7 +6,8 @@ To allocate the buffers of a small model and to bind a call to them takes as lon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.engine.decode_call import SessionCall
@@ -18,8 +19,7 @@ MAX_SPARE_BYTES = 1 << 20  # of caches, context and logits; to allocate larger o
 MAX_SPARES = 4
 
 
-@dataclass(eq=False)
-class Spare:
+class Spare(Struct, eq=False):
     """The buffers of a state. lengths: (rows,) `State.lengths`, which the call reads."""
 
     cache: KVCache

@@ -2,7 +2,7 @@
 
 manifest         everything that the runtime must know about a file, as JSON in the file's metadata
 manifest_checks  rules between fields of a manifest, and its graph
-typed_json       JSON as dataclasses, by their type hints
+typed_json       JSON as structs of msgspec, by their type hints
 digest           whether a file is as the exporter wrote it
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two

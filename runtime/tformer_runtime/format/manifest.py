@@ -53,12 +53,12 @@ initialised with zeros.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from tformer_runtime.base.errors import ModelFileError, OptionError
 from tformer_runtime.base.validation import MAX_THREADS
@@ -110,8 +110,7 @@ Shape = tuple[Index | Name, ...]
 Dtype = Annotated[str, msgspec.Meta(pattern="^(bool|u?int8|int16|int32|int64|b?float16|float32|float64)$")]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Struct, frozen=True):
     """A graph input or output.
 
     dtype: numpy's name of the type.
@@ -123,8 +122,7 @@ class TensorSpec:
     shape: Shape
 
 
-@dataclass(frozen=True)
-class RequestInput(TensorSpec):
+class RequestInput(TensorSpec, frozen=True):
     """An input of the encode stage.
 
     role: "ids" (token ids, padded with `pad`);
@@ -146,8 +144,7 @@ class RequestInput(TensorSpec):
     vocabulary: Count | None = None
 
 
-@dataclass(frozen=True)
-class CacheSpec:
+class CacheSpec(Struct, frozen=True):
     """One cached tensor: graph input `past`, graph output `present`.
 
     shape: has the axes BATCH_AXIS (first) and SLOT_AXIS; a carry has BATCH_AXIS alone.
@@ -166,8 +163,7 @@ class CacheSpec:
         return SLOT_AXIS not in self.shape
 
 
-@dataclass(frozen=True)
-class ExtraOutput(TensorSpec):
+class ExtraOutput(TensorSpec, frozen=True):
     """An output of a stage in addition to its logits, context or results.
 
     kind: CROSS_ATTENTIONS (weights of cross-attention over the positions of the request; the output has this name too);
@@ -183,8 +179,7 @@ class ExtraOutput(TensorSpec):
         return self.name.removeprefix(f"{HIDDEN_STATES}.")
 
 
-@dataclass(frozen=True)
-class DerivedLength:
+class DerivedLength(Struct, frozen=True):
     """The length of an output axis that follows from the length n of an input axis, as in convolutions.
 
     It is (n - minimum) // stride + 1.
@@ -197,8 +192,7 @@ class DerivedLength:
     stride: Count
 
 
-@dataclass(frozen=True)
-class EncodeStage:
+class EncodeStage(Struct, frozen=True):
     """The stage that runs once for a request. Its outputs are the context of decode, or the results of the model.
 
     ragged: for a single-pass model, whether a batch may have rows of different lengths. If not, padding would change
@@ -213,8 +207,7 @@ class EncodeStage:
     derived_lengths: Mapping[str, DerivedLength] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ShortlistSpec:
+class ShortlistSpec(Struct, frozen=True):
     """The shortlist of candidates, whose tables are in the file's metadata (`engine/shortlist.py`).
 
     dtype, inner: type and length of the projection's columns, (inner,).
@@ -230,8 +223,7 @@ class ShortlistSpec:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class DecodeStage:
+class DecodeStage(Struct, frozen=True):
     """The stage that runs once for a step.
 
     step: the step input: (batch, new) ids, or (batch, new, features) numbers in a model that continues a series. The
@@ -268,8 +260,7 @@ class DecodeStage:
         return tuple(int(size) for size in self.step.shape[2:])
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
+class SpecialTokens(Struct, frozen=True):
     """Special ids of the step input's vocabulary.
 
     bos_token_ids: put before the generated tokens (encoder-decoder) or before the prompt (decoder-only).
@@ -292,8 +283,7 @@ MULTI_LABEL = "multi_label_classification"
 REGRESSION = "regression"
 
 
-@dataclass(frozen=True)
-class OutputMeaning:
+class OutputMeaning(Struct, frozen=True):
     """The meaning of the outputs of a single-pass model. Its task turns them into results.
 
     labels: names of the numbers of an output, in their order.
@@ -307,8 +297,7 @@ class OutputMeaning:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Preprocessing:
+class Preprocessing(Struct, frozen=True):
     """The conversion of a raw input to a request input, for inputs that are not ids, types or masks.
 
     kind: the kind of the raw input: AUDIO, IMAGE or SERIES.
@@ -319,8 +308,7 @@ class Preprocessing:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Placeholder:
+class Placeholder(Struct, frozen=True):
     """How the items of a request input, such as the pictures of a prompt, stand among the ids of the step input.
 
     The input has an axis of items after the batch axis. Each item has `positions` placeholders in the prompt, whose
@@ -340,8 +328,7 @@ class Placeholder:
     grids: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SessionSettings:
+class SessionSettings(Struct, frozen=True):
     """Default settings of the onnxruntime session on the CPU.
 
     threads: threads of one operator; None: one per core.
@@ -355,8 +342,7 @@ class SessionSettings:
     disabled_optimizers: tuple[str, ...] = ("SkipLayerNormFusion", "BiasGeluFusion")
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """The content of a manifest. The module's docstring describes the stages.
 
     tokenizers: texts in the JSON format of the tokenizers library.

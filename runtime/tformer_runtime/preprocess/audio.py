@@ -17,13 +17,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import F32
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
@@ -50,8 +50,7 @@ MIN_PIPE_BYTES = 2**31 - 2**16  # a header with at least this size was written t
 UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's value for a file without a length, such as FLAC from a pipe
 
 
-@dataclass(frozen=True)
-class AudioPreprocessor:
+class AudioPreprocessor(Struct, frozen=True):
     """How a model reads a sound. The fields are those of the manifest.
 
     sampling_rate: samples per second.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def _picture_of(part: Mapping[Any, Any]) -> Any:
     if key != "base64":
         return picture
     try:
-        return base64.b64decode(picture, validate=True)
+        return binascii.a2b_base64(picture, strict_mode=True)
     except (TypeError, ValueError) as error:
         raise InputError(f"the base64 text of a picture is damaged: {error}") from error
 

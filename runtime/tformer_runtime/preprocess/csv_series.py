@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,6 +74,8 @@ def _array(path: str) -> F64:
 
 
 def _table(file: IO[str], path: str, columns: Sequence[str], features: int) -> F64:
+    import csv  # models without series do not need it
+
     reader = csv.reader(_lines(file, path), delimiter="\t" if path.endswith(".tsv") else ",")
     try:
         return _rows(reader, path, columns, features)
@@ -93,12 +93,14 @@ def _lines(file: IO[str], path: str) -> Iterator[str]:
 
 def _rows(reader: _Reader, path: str, columns: Sequence[str], features: int) -> F64:
     """Return the numbers of a table. reader: its rows, as lists of cells."""
+    import array  # as csv
+
     rows = (row for row in reader if any(cell.strip() for cell in row))
     first = next(rows, None)
     if first is None:
         raise InputError(f"{path} is empty")
     header = [cell.strip() for cell in first]
-    numbers = array("d")
+    numbers = array.array("d")
     if columns:
         missing = [name for name in columns if name not in header]
         if missing:

@@ -9,17 +9,16 @@ Recurrent DNNs").
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F64, Ints
 from tformer_runtime.format.typed_json import Index
 
 
-class CtcHypothesis(NamedTuple):
+class CtcHypothesis(Struct, frozen=True):
     """A labelling.
 
     score: the natural logarithm of its probability; in greedy decoding, of the probability of its path.
@@ -29,7 +28,7 @@ class CtcHypothesis(NamedTuple):
     score: float
 
 
-class CtcSpan(NamedTuple):
+class CtcSpan(Struct, frozen=True):
     """A piece of text and its frames. `end` is exclusive."""
 
     text: str
@@ -122,8 +121,7 @@ def align_path(logprobs: F64, ids: Sequence[int], blank: int) -> Ints:
     return path
 
 
-@dataclass(frozen=True)
-class CtcSpelling:
+class CtcSpelling(Struct, frozen=True):
     """How tokens become text.
 
     tokens: the text of each id.

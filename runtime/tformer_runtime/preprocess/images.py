@@ -13,13 +13,13 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import Meta, Struct, field
+from msgspec.structs import asdict
 
 from tformer_runtime.base.errors import InputError, ModelFileError, OutOfMemoryError
 from tformer_runtime.base.extras import import_optional
@@ -55,8 +55,7 @@ Edge = Annotated[int, Meta(ge=1, le=MAX_TARGET_EDGE)]
 _open_lock = threading.Lock()  # warning filters are global
 
 
-@dataclass(frozen=True)
-class ImagePreprocessor:
+class ImagePreprocessor(Struct, frozen=True):
     """How images become pixels. The fields are those of the manifest.
 
     size: the target of resizing, with keys of `SIZE_NAMES`; empty for none.

@@ -292,7 +292,8 @@ class Inputs:
             if index is None:
                 raise InputError(f"the file has no tokenizer for {spec.name}: give ids (--ids)")
             text: str | Pair = value if isinstance(value, str) else (str(value[0]), str(value[1]))
-            ids, types = self._readers[index].read(self._readable(spec.name, text, max_tokens is not None), max_tokens)
+            read = self._readers[index].read(self._readable(spec.name, text, max_tokens is not None), max_tokens)
+            ids, types = read.ids, read.types
         else:
             ids = self.ids(spec.name, value, add_special_tokens=True)[:max_tokens]
             types = np.zeros(len(ids), np.int64)

@@ -8,10 +8,10 @@ already.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError
@@ -20,8 +20,7 @@ from tformer_runtime.preprocess.images import ImagePreprocessor, is_picture
 from tformer_runtime.preprocess.tiles import NO_GRID, Grid, grid_name
 
 
-@dataclass(frozen=True)
-class PromptItems:
+class PromptItems(Struct, frozen=True):
     """The input that holds the pictures of prompts.
 
     images: from a picture to pixels; None in a file that takes pixels alone.

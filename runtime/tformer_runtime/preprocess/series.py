@@ -7,12 +7,12 @@ instance   x̂ = (x - mean) / √(variance + ε), with the mean and variance of 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import F64
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, quotable
@@ -30,8 +30,7 @@ DAMAGED = "the series settings of the file are damaged"
 Begin = int | tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True)
-class SeriesWindow:
+class SeriesWindow(Struct, frozen=True):
     """A normalized history.
 
     values: (time, columns) float32.
@@ -43,8 +42,7 @@ class SeriesWindow:
     scale: F64
 
 
-@dataclass(frozen=True)
-class SeriesPreprocessor:
+class SeriesPreprocessor(Struct, frozen=True):
     """How a model reads a history and forecasts. The fields are those of the manifest.
 
     input: the name of the input of the history.

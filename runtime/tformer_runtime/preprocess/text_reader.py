@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Ints
 from tformer_runtime.base.errors import InputError, quotable
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-class EncodedText(NamedTuple):
+class EncodedText(Struct, frozen=True):
     """ids, types: (time,) each."""
 
     ids: Ints
     types: Ints
 
 
-@dataclass(frozen=True)
-class TextWindow:
+class TextWindow(Struct, frozen=True):
     """A window of a text or a pair, with the offsets of each token.
 
     ids, types: (time,).

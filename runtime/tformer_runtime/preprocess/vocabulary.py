@@ -10,10 +10,10 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Bools
 from tformer_runtime.base.errors import OptionError, error_summary, quotable
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(Struct, frozen=True):
     """The bytes of each id.
 
     size: the number of ids.

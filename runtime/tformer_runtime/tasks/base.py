@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError
@@ -27,8 +27,7 @@ TRUNCATE, ADAPTER = "truncate", "adapter"
 INPUT_HEADING = "Input"  # of flags
 
 
-@dataclass(frozen=True)
-class TaskInput:
+class TaskInput(Struct, frozen=True):
     """One input as arrays.
 
     requests: a mapping from request inputs to arrays for each run of the model. There are several for an input that is

@@ -8,10 +8,10 @@ z                         regression
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.validation import check_int
@@ -20,8 +20,7 @@ from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.settings import Flag
 
 
-@dataclass(frozen=True)
-class Classification:
+class Classification(Struct, frozen=True):
     """The labels of an input.
 
     label: the most probable one.

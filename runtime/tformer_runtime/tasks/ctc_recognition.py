@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import ModelFileError, OptionError

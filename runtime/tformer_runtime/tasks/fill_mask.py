@@ -6,12 +6,13 @@ p = softmax(z)    over the whole vocabulary, for each mask independently, also i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError, UnsupportedCallError
@@ -29,8 +30,7 @@ DEFAULT_MASK_TOKENS = ("[MASK]", "<mask>")  # for a file without that setting
 DEFAULT_TOP_K = 5
 
 
-@dataclass(frozen=True)
-class MaskCandidate:
+class MaskCandidate(Struct, frozen=True):
     """A token for a mask.
 
     token: the text of the token.

@@ -8,11 +8,11 @@ decoder. A decoder-only model reads the history first. A decoder with an encoder
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
@@ -38,8 +38,7 @@ from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 Forecast = npt.NDArray[np.float32]
 
 
-@dataclass(eq=False)
-class ForecastRequest:
+class ForecastRequest(Struct, eq=False):
     """One history, then its forecast or its error. steps: of its forecast."""
 
     index: int
@@ -309,8 +308,7 @@ class Forecasting(BaseTask):
         return History(line, read_series(line, self.series.columns, self.series.features))
 
 
-@dataclass(frozen=True)
-class History:
+class History(Struct, frozen=True):
     """A history from a CSV file. name: the name of the file. values: (time, columns)."""
 
     name: str

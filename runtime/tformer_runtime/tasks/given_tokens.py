@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError
@@ -28,8 +28,7 @@ Parts = Generator[None, None, Any]
 """A computation that yields between its parts, and returns values."""
 
 
-@dataclass(eq=False)
-class GivenTokens(Generic[ResultT]):
+class GivenTokens(Struct, Generic[ResultT], eq=False):
     """The input of one call, then its result or its error.
 
     sources: the inputs of the encoder, and the adapter.

@@ -16,10 +16,10 @@ https://huggingface.co/docs/transformers/v4.57.1/main_classes/pipelines, Questio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError
@@ -36,8 +36,7 @@ DEFAULT_MAX_SEQ_LEN, DEFAULT_DOC_STRIDE, DEFAULT_MAX_ANSWER_TOKENS = 384, 128, 1
 MIN_SPANS_PER_WINDOW = 10  # beyond twice top_k: several spans may widen to one answer
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """An answer.
 
     text: part of the context; empty if the context holds no answer.

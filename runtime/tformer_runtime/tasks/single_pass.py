@@ -11,12 +11,13 @@ worker if all inputs have one size, or if they are large.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, with_input_number
@@ -40,8 +41,7 @@ SelectOutputs = Callable[[Outputs, Mapping[str, Array]], Outputs]
 """From the outputs and the inputs of a request to the outputs that are needed."""
 
 
-@dataclass(eq=False)
-class SinglePassRequest:
+class SinglePassRequest(Struct, eq=False):
     """One run of the model: its inputs, then its outputs or its error.
 
     may_have_nan: whether NaN is in the outputs of its batch.
@@ -77,8 +77,7 @@ class SinglePassRequest:
         return max(counts, default=1) or 1
 
 
-@dataclass(eq=False)
-class SinglePassInput:
+class SinglePassInput(Struct, eq=False):
     """One input and its requests."""
 
     index: int

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.tasks.base import BaseTask
 from tformer_runtime.tasks.settings import Flag, switch
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """A piece of a transcription: a word, a character or a phrase.
 
     start, end: seconds from the beginning of the sound.
@@ -24,8 +24,7 @@ class Segment:
     end: float
 
 
-@dataclass(frozen=True)
-class Transcription:
+class Transcription(Struct, frozen=True):
     """The text of a sound.
 
     text: empty if the file has no vocabulary.

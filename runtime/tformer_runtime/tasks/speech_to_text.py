@@ -10,13 +10,12 @@ Supervision", 3.8).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta
+from msgspec import Meta, Struct, field
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, TformerError, with_input_number
@@ -35,8 +34,7 @@ WINDOW_SPECTROGRAM_VALUES = 2**26  # that complete a window of inputs: 256 MB, 2
 TIME_DIGITS = 6  # decimals of seconds; a time step is a multiple of 0.01 s
 
 
-@dataclass(frozen=True)
-class DecoderPrompt:
+class DecoderPrompt(Struct, frozen=True):
     """The special tokens of a model, and the prompt that it decodes from. The fields are those of the manifest.
 
     languages, tasks: name → id.
@@ -138,8 +136,7 @@ class TimestampRules:
         return scores
 
 
-@dataclass(eq=False)
-class _Recording:
+class _Recording(Struct, eq=False):
     """One sound. prompt: as of `DecoderPrompt.ids`. result, error: once it is transcribed."""
 
     index: int
@@ -157,8 +154,7 @@ class _Recording:
         self.error = with_input_number(error, self.index + 1)
 
 
-@dataclass(eq=False)
-class TranscriptionState:
+class TranscriptionState(Struct, eq=False):
     """The tokens of a recording so far. `Transcriber` reads and writes it.
 
     prompt: has None in the place of a language that is not detected yet.

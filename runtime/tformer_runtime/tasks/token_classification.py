@@ -15,10 +15,11 @@ https://huggingface.co/docs/transformers/main_classes/pipelines, TokenClassifica
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, OptionError
@@ -37,8 +38,7 @@ AGGREGATIONS = (NONE, SIMPLE, "first", "average", "max")
 UNKNOWN = "unknown"  # setting of the manifest: the id of the unknown token
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(Struct, frozen=True):
     """A labelled span of a text.
 
     score: the probability of the label.
@@ -52,8 +52,7 @@ class Span:
     end: int
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """A token or a word of a text.
 
     scores: (labels,) probabilities.
@@ -246,7 +245,7 @@ class TokenClassification(BaseTask):
         return "\t".join(f"{span.label}\t{' '.join(span.text.split())}\t{span.score:.6g}" for span in result)
 
     def format_fields(self, result: Sequence[Span]) -> dict[str, Any]:
-        return {"spans": [vars(span) for span in result]}
+        return {"spans": [asdict(span) for span in result]}
 
 
 def _words(tokens: Iterable[_Part]) -> list[list[_Part]]:

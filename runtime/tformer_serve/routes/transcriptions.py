@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
+from msgspec.structs import asdict
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -96,7 +97,7 @@ def _times(
         fields["language"] = result.language
     granularities = body.timestamp_granularities or ["segment"]
     if "segment" in granularities:
-        fields["segments"] = [{"id": number, **vars(segment)} for number, segment in enumerate(segments)]
+        fields["segments"] = [{"id": number, **asdict(segment)} for number, segment in enumerate(segments)]
     if "word" in granularities:
         fields["words"] = [{"word": word.text, "start": word.start, "end": word.end} for word in result.segments]
     return fields

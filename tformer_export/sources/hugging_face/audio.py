@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from tformer_export.common.derived_inputs import padding
 from tformer_export.sources.base import Source, as_float32, eval_mode
@@ -85,7 +86,7 @@ def _on_samples(module: Any, task: str, name: str | None, masked: bool) -> Sourc
 
 def _with_extractor(source: Source, module: Any, extractor: Any) -> Source:
     """Add the preprocessing of a transformers feature extractor. Raises SourceError for one that is not supported."""
-    preprocessor = replace(read_extractor(extractor), min_samples=source.min_lengths.get(SAMPLES, 1))
+    preprocessor = structs.replace(read_extractor(extractor), min_samples=source.min_lengths.get(SAMPLES, 1))
     return replace(
         source,
         preprocessing={SAMPLES: preprocessor.manifest_entry},

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from tformer_export.sources.base import Source, as_float32
 from tformer_export.sources.call.adapter import Adapter
@@ -228,12 +229,12 @@ def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
     )
     if set(preprocessor.size) == {"longest_edge"}:  # tiles of the size that the encoder reads
         tile, splits = named("max_image_size").get("longest_edge", 0), bool(setting("do_image_splitting"))
-        preprocessor = replace(preprocessor, tile=tile, splits=splits)
+        preprocessor = structs.replace(preprocessor, tile=tile, splits=splits)
     candidates = [preprocessor]
     edge, share = preprocessor.size.get("shortest_edge"), setting("crop_pct")
     if edge is not None and share:  # the crop as a share of the resized picture
-        candidates.append(replace(preprocessor, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
-        candidates.append(replace(preprocessor, size={"height": edge, "width": edge}))
+        candidates.append(structs.replace(preprocessor, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
+        candidates.append(structs.replace(preprocessor, size={"height": edge, "width": edge}))
     try:
         for candidate in candidates:
             candidate.check()
@@ -319,7 +320,7 @@ def _with_pixels(source: Source, name: str, preprocessor: ImagePreprocessor) -> 
     """Add the preprocessing of an input. Raises OptionError if it does not fit the input."""
     example, channels = source.example[name], _channels(source, name)
     mean, std = (value * channels if len(value) == 1 else value for value in (preprocessor.mean, preprocessor.std))
-    preprocessor = _checked(replace(preprocessor, channels=channels, mean=mean, std=std))
+    preprocessor = _checked(structs.replace(preprocessor, channels=channels, mean=mean, std=std))
     if preprocessor.shape is None:
         raise OptionError(
             "pictures must all get one size, which the file has: give a height and a width, or a crop at the centre"

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tformer_export.sources.base import PromptPipeline, Source, as_float32, eval_mode, users_module
 from tformer_export.sources.call.adapter import Adapter

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
@@ -126,7 +127,7 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     name, kind = SPECIAL.get(source.task, ("", ""))
     special = getattr(checked, f"{kind}_token_id", None)
     settings = {**source.output_meaning.settings, **({name: int(special)} if special is not None else {})}
-    outcome = replace(source.output_meaning, settings=settings)
+    outcome = structs.replace(source.output_meaning, settings=settings)
     return replace(
         source, tokenizers={reads[0]: text}, max_length=max_length, own_pipeline=answer, output_meaning=outcome
     )

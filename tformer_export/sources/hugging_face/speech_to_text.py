@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from tformer_export.common.log_silence import quiet
 from tformer_export.sources.base import Source, as_float32

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.toy_models import END_ID, LETTERS, START_ID, Toy
 
 from tformer_export.calibration.samples import read_samples

@@ -3,8 +3,6 @@ PyTorch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -12,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from msgspec.structs import force_setattr
 from support.native_products import PATHS, requires_kernels
 from support.small_models import EXAMPLE, Mixer, refusal
 
@@ -332,7 +333,7 @@ def test_processors_and_guides_use_all_ids(exported):
 def test_file_without_shortlist_raises_unsupported_call_error(exported, tmp_path):
     model = Model.load(exported.file.engine.session.path, threads=1)
     decode_manifest = model.engine.manifest.decode
-    object.__setattr__(decode_manifest, "shortlist", None)
+    force_setattr(decode_manifest, "shortlist", None)
     with pytest.raises(UnsupportedCallError, match="holds no shortlist: export the model with --shortlist FILE"):
         model.generate(SOURCES[0], shortlist=True)
 

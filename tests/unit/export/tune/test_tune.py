@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec.structs import replace
 from onnx import numpy_helper
 from torch import nn
 from torch.nn import functional as F
@@ -44,7 +45,7 @@ from tformer_export.tune.tune import make_timed_request, tune
 from tformer_export.verify.parity import ParityGate
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import Manifest, SessionSettings, SpecialTokens
+from tformer_runtime.format.manifest import SessionSettings, SpecialTokens
 from tformer_runtime.format.model_file import read_manifest
 
 IDS, WIDTH, HEADS, HEAD_SIZE, MAX_LENGTH, PAD_ID = 29, 32, 2, 16, 40, 0
@@ -311,7 +312,7 @@ def test_each_form_matches_source_model(analysed, tmp_path, choice, form):
         added, removed = change
         assert after.count(added) > before.count(added)
         assert removed is None or after.count(removed) < before.count(removed)
-    manifest = Manifest(**{**vars(compiled.manifest), "session": session_settings(forms)})
+    manifest = replace(compiled.manifest, session=session_settings(forms))
     engine = write_engine(compiled.model, manifest, tmp_path / "model.onnx")
     report = ParityGate(analysed.source, compiled.inputs, compiled.locator).check(engine)
     assert report.relative_error < 1e-5

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec import Struct
+from msgspec.structs import asdict
 from support.toy_models import END_ID, Toy, assert_alike
 from support.toy_tasks import TEXT_TASKS, write
 
@@ -99,8 +101,9 @@ def assert_same(actual, expected):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
-    elif hasattr(expected, "__dataclass_fields__"):
-        assert_same(vars(actual), vars(expected))
+    elif isinstance(expected, Struct):
+        assert type(actual) is type(expected)
+        assert_same(asdict(actual), asdict(expected))
     else:
         assert actual == expected
 

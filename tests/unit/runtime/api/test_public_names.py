@@ -57,6 +57,7 @@ from tformer_runtime import Model
 model = Model.load(sys.argv[1])
 result = model.generate(json.loads(sys.argv[2]), max_new_tokens=5)
 forbidden = ["asyncio", "click", "difflib", "jinja2", "llguidance", "matplotlib", "regex", "rich", "secrets"]
+forbidden += ["base64", "concurrent.futures", "csv", "hashlib", "tempfile"]
 forbidden += [] if model.manifest.tokenizers else ["tokenizers"]
 print(json.dumps([len(result.token_ids), [name for name in forbidden if name in sys.modules]]))
 """

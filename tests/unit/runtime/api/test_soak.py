@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import soak
+from msgspec import structs
 from support.toy_models import Toy
 
 from tformer_runtime import Model
@@ -55,7 +56,7 @@ def test_soak_reports_wrong_results_wrong_texts_and_lost_requests(path, monkeypa
     soak.batch(model, [replace(request, expected=other.expected)], 1, tally, lambda: None)
     assert len(tally.wrong) == 1
     streamed = next(request for request in requests if request.streams and request.expected.text)
-    wrong_text = replace(streamed, expected=replace(streamed.expected, text=streamed.expected.text + "a"))
+    wrong_text = replace(streamed, expected=structs.replace(streamed.expected, text=streamed.expected.text + "a"))
     texts = soak.Tally()
     asyncio.run(soak.soak(model, [wrong_text], 2, texts, lambda quiet: not any("streamed" in w for w in texts.wrong)))
     assert any("streamed" in message for message in texts.wrong)

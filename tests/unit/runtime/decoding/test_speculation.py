@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.toy_models import END_ID, LETTERS, Toy, assert_alike, with_manifest, write_encoder
 
 from tformer_runtime import AsyncModel, GenerationOptions, MemoryBudgetError, Model, OptionError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.concurrent_calls import side_by_side
 from support.toy_models import WIDTH, Toy, with_manifest, write_encoder
 
@@ -281,7 +281,7 @@ def test_single_pass_file_has_no_steps(tmp_path):
 
 def test_input_missing_from_the_manifest_is_refused(tmp_path):
     toy = Toy(encoder=False)
-    decode = dataclasses.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL_SLOTS, SELECTED_TOKENS))
+    decode = structs.replace(toy.manifest().decode, controls=(POSITIONS, TOTAL_SLOTS, SELECTED_TOKENS))
     other = with_manifest(toy.write(tmp_path / "toy.onnx"), tmp_path / "other.onnx", decode=decode)
     with pytest.raises(ModelFileError, match=r"the graph has an input 'decode\.last' that it does not describe"):
         Engine(other, device="cpu")

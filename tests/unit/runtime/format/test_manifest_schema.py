@@ -121,6 +121,16 @@ def test_missing_field_is_named():
         Manifest.from_json(json.dumps(data))
 
 
+def test_deep_nesting_is_refused():
+    data = json.loads(Toy().manifest().to_json())
+    data["parity"] = {"x": json.loads("[" * 90 + "]" * 90)}
+    assert json.loads(Manifest.from_json(json.dumps(data)).to_json()) == data
+    for deep in ("[" * 300 + "]" * 300, '{"a":' * 300 + "0" + "}" * 300):
+        data["parity"] = {"x": json.loads(deep)}
+        with pytest.raises(ModelFileError, match="more than 100 levels of nesting"):
+            Manifest.from_json(json.dumps(data))
+
+
 def test_graph_of_another_shape_is_refused(tmp_path):
     path = Toy(encoder=False).write(tmp_path / "toy.onnx")
     model = onnx.load(path)

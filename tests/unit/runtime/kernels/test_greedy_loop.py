@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +11,7 @@ import onnx
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 from onnx import TensorProto, helper, numpy_helper
 from support.native_products import PATHS, kernels_of, requires_kernels, session_of
 
@@ -116,7 +116,8 @@ def test_logits_have_the_bits_of_steps_one_by_one(path, form, rows, g2p_file, mo
     forbidden = np.array([5, 9, 9, 10**9, -4])[:3]
     state = engine.start(sources, rows)
     engine.step(state, first)
-    logits, tokens, _ = engine.greedy_steps(state, first, lambda _: GreedyPlan(9, (), forbidden))
+    steps = engine.greedy_steps(state, first, lambda _: GreedyPlan(9, (), forbidden))
+    logits, tokens = steps.logits, steps.tokens
     logits = logits.copy()
     assert tokens.shape == (9, rows)
     np.testing.assert_array_equal(state.lengths, 10)
@@ -196,11 +197,11 @@ def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
 def test_loop_stops_after_the_first_end_of_a_row(models):
     engine = models[0].engine
     sources, first = {"src": [np.array([5, 6, 7]), np.array([9, 8])]}, np.ones((2, 1), np.int64)
-    _, tokens, _ = engine.greedy_steps(engine.start(sources, 2), first, lambda _: GreedyPlan(8, (), NONE))
+    tokens = engine.greedy_steps(engine.start(sources, 2), first, lambda _: GreedyPlan(8, (), NONE)).tokens
     for step in range(1, 8):
         for ends in [(int(tokens[step, 1]),), (int(tokens[step, 0]), 10**6, -1)]:
             state = engine.start(sources, 2)
-            _, found, _ = engine.greedy_steps(state, first, lambda _, ends=ends: GreedyPlan(8, ends, NONE))
+            found = engine.greedy_steps(state, first, lambda _, ends=ends: GreedyPlan(8, ends, NONE)).tokens
             count = 1 + next(i for i, row in enumerate(tokens.tolist()) if set(row) & set(ends))
             np.testing.assert_array_equal(found, tokens[:count])
             np.testing.assert_array_equal(state.lengths, count)

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import soundfile
+from msgspec.structs import replace
 from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from tformer_runtime.base.errors import InputError, MissingExtraError, ModelFileError, OutOfMemoryError

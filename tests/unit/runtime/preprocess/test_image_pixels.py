@@ -8,11 +8,11 @@ import math
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 from support.toy_models import Toy
 from transformers.image_processing_backends import PilBackend

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 from support.toy_models import Toy, with_manifest, write_encoder
 

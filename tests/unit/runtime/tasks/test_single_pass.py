@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.toy_models import Toy
 from support.toy_tasks import HEAD, LABELS, MAX_INPUT_TOKENS, WIDTH, WORDS, ids_and_types, states, vector, words, write
 

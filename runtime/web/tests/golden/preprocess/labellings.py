@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from golden_file import GoldenFile
+from msgspec.structs import asdict
 
 from tformer_runtime.preprocess.ctc import CtcSpelling, align_path, beam_search, greedy_path
 
@@ -42,8 +43,8 @@ for number in range(120):
             "blank": blank,
             "size": size,
             "path": golden.array(path.astype(np.int32)),
-            "greedy": greedy._asdict(),
-            "hypotheses": [hypothesis._asdict() for hypothesis in hypotheses],
+            "greedy": asdict(greedy),
+            "hypotheses": [asdict(hypothesis) for hypothesis in hypotheses],
             "ids": ids,
             "aligned": golden.array(align_path(logprobs, ids, blank).astype(np.int32)) if frames else None,
             "spelling": {
@@ -56,8 +57,8 @@ for number in range(120):
             },
             "loose": loose.tolist(),
             "text": spelling.text(loose),
-            "characters": [span._asdict() for span in spelling.characters(loose)],
-            "words": [span._asdict() for span in spelling.words(loose)],
+            "characters": [asdict(span) for span in spelling.characters(loose)],
+            "words": [asdict(span) for span in spelling.words(loose)],
         }
     )
 golden.write(cases)

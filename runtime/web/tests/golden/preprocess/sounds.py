@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from golden_file import GoldenFile
+from msgspec.structs import asdict
 
 from tformer_runtime.preprocess.audio import LOG_MEL, AudioPreprocessor
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from golden_file import GoldenFile
+from msgspec.structs import astuple
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tformer_runtime.base.errors import InputError
@@ -140,9 +141,9 @@ def main() -> None:
                 "definition": definition,
                 "size": codec.size,
                 "encoded": [[text, encoded(codec, text)] for text in TEXTS],
-                "read": [[text, *(a.tolist() for a in reader.read(text))] for text in TEXTS],
+                "read": [[text, *(a.tolist() for a in astuple(reader.read(text)))] for text in TEXTS],
                 "pairs": [
-                    [first, second, limit, *(a.tolist() for a in reader.read((first, second), limit))]
+                    [first, second, limit, *(a.tolist() for a in astuple(reader.read((first, second), limit)))]
                     for first, second in pairwise(TEXTS[:9])
                     for limit in (8, 9, 16, 40)
                 ],
