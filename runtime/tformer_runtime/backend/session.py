@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -237,6 +237,16 @@ class Session:
         else:
             binding.native.bind_ortvalue_input(name, tensor)
 
+    def bind_inputs(self, binding: Binding, names: Sequence[str], tensors: Sequence[Any]) -> None:
+        """Bind inputs to tensors, as `bind_input` does for one."""
+        if self._bfloat16_names:
+            for name, tensor in zip(names, tensors, strict=True):
+                self.bind_input(binding, name, tensor)
+            return
+        bind = binding.native.bind_ortvalue_input
+        for name, tensor in zip(names, tensors, strict=True):
+            bind(name, tensor)
+
     def bind_output(self, binding: Binding, name: str, tensor: Any, rows: int | None = None) -> None:
         """Bind an output to a tensor, or to its first rows, which the run overwrites. bfloat16 is stored as for
         `bind_input`.
@@ -260,7 +270,7 @@ class Session:
         return tensor.device_name(), 0, dtype, shape, tensor.data_ptr()
 
     def read_array(self, tensor: Any) -> Array:
-        """Return the values of an output of `bind_new_output`; for bfloat16, a copy of its bits."""
+        """Return the values of an output of `bind_new_outputs`; for bfloat16, a copy of its bits."""
         if tensor.element_type() != DATA_TYPE_BFLOAT16:
             array: Array = tensor.numpy()
             return array
@@ -271,9 +281,11 @@ class Session:
         """Return an OrtValue on the session's device. On the CPU it shares the array's memory, on CUDA it is a copy."""
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
 
-    def bind_new_output(self, binding: Binding, output: str) -> None:
-        """Let each run allocate an output: on the session's device, or on the host if the output is bfloat16."""
-        binding.native.bind_output(output, "cpu" if output in self._bfloat16_names else self.device)
+    def bind_new_outputs(self, binding: Binding, outputs: Sequence[str]) -> None:
+        """Let each run allocate outputs: on the session's device, or on the host those that are bfloat16."""
+        bind = binding.native.bind_output
+        for output in outputs:
+            bind(output, "cpu" if output in self._bfloat16_names else self.device)
 
     def write_tensor(self, tensor: Any, array: Array) -> None:
         """Overwrite the values of a tensor in place. array: of the tensor's type and shape."""

@@ -115,8 +115,8 @@ class SessionCall:
         binding.native.bind_ortvalue_output(decode.logits.name, session.host_tensor(self.logits))
         for cache, present in zip(decode.caches, state.cache.present(side), strict=True):
             session.bind_output(binding, cache.present, present, cached_rows)
-        for name in (*state.step_extras, *([GATHERED_COLUMNS] if self.gather_ids is not None else ())):
-            session.bind_new_output(binding, name)
+        gathered = () if self.gather_ids is None else (GATHERED_COLUMNS,)
+        session.bind_new_outputs(binding, (*state.step_extras, *gathered))
         return binding
 
     def ready(self, max_row_length: int) -> bool:
@@ -125,8 +125,7 @@ class SessionCall:
     def bind_context(self, names: Sequence[str], values: Sequence[Any]) -> None:
         """Bind another context. The call then serves another state, whose other buffers are those of the first one."""
         for binding in self.bindings:
-            for name, value in zip(names, values, strict=True):
-                self.session.bind_input(binding, name, value)
+            self.session.bind_inputs(binding, names, values)
 
     def run_greedy(self, state: State, tokens: Array, plan: Ints, max_steps: int) -> F32:
         """Run a greedy loop. Return the logits (max_steps, rows, vocabulary). The state stays as it is.

@@ -39,8 +39,7 @@ class EncodeCalls:
                 self._bind_placeholder(binding, name)
         for name in inputs:
             session.bind_input(binding, name, session.device_tensor(arrays[name]))
-        for name in outputs:
-            session.bind_new_output(binding, name)
+        session.bind_new_outputs(binding, outputs)
         session.run(binding, "encode")
         values = dict(zip(outputs, binding.native.get_outputs(), strict=True))
         binding.native.clear_binding_outputs()

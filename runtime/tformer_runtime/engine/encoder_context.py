@@ -12,6 +12,7 @@ copy, and so needs no moves.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class EncoderContext:
         self._arrays: list[Array] = []
         self._values: list[Any] = []
         self._replace_buffers([_writable(array) for array in arrays])
-        if all(own is array for own, array in zip(self._arrays, arrays, strict=True)):
+        if all(map(operator.is_, self._arrays, arrays)):
             self._values = [*values]
 
     @property
@@ -312,4 +313,4 @@ def _resize_axes(array: Array, axis: int | None, shape: Sequence[int]) -> Array:
 
 
 def _writable(array: Array) -> Array:
-    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
+    return array if array.flags.carray else array.copy()

@@ -57,6 +57,8 @@ def padded_request_arrays(
         for spec in specs
         if spec.role != "mask"
     }
+    if not masked:
+        return arrays
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in names}
     masks = {spec.name: _make_mask(spec, lengths, arrays) for spec in specs if spec.role == "mask"}
     return {**arrays, **masks}
@@ -81,6 +83,8 @@ def _pad_rows(
         shape[0] = row_shape[0]
     else:
         shape[0] = min(shape[0] + extra_padding, spec.max_length or shape[0] + extra_padding)
+    if rows == 1 and (*shape,) == items[0].shape:
+        return np.ascontiguousarray(items[0], spec.dtype)[None]
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in zip(array, items, strict=True):
         row[tuple(map(slice, item.shape))] = item

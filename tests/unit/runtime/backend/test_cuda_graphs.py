@@ -66,8 +66,9 @@ class Apart(Session):
     def device_tensor(self, array):
         return onnxruntime.OrtValue.ortvalue_from_numpy(array.copy())
 
-    def bind_new_output(self, binding, output):
-        binding.native.bind_output(output, "cpu")
+    def bind_new_outputs(self, binding, outputs):
+        for output in outputs:
+            binding.native.bind_output(output, "cpu")
 
     def run(self, binding, stage, graph=None):
         self.runs.append(graph)
