@@ -350,8 +350,9 @@ void give_nonsense(const std::vector<std::string>& paths) {
         std::abort();
       if (size != 65536 && tformer_kernels_pack8(path.c_str(), nothing, 1, 1, 0, 1, size, scale, nullptr, nullptr, 0) > 0)
         std::abort();
-      if (tformer_kernels_pack_float(path.c_str(), scale, 1, 1, size, 1, nullptr, 1) > 0) std::abort();
-      if (size != 65536 && tformer_kernels_pack_float(path.c_str(), scale, 1, 1, 1, size, nullptr, 1) > 0) std::abort();
+      if (tformer_kernels_pack_float(path.c_str(), scale, 1, 1, size, 1, nullptr, nullptr, 0) > 0) std::abort();
+      if (size != 65536 && tformer_kernels_pack_float(path.c_str(), scale, 1, 1, 1, size, nullptr, nullptr, 0) > 0)
+        std::abort();
       if (tformer_kernels_pack4(path.c_str(), nothing, nothing, size, 1, 1, scale, nullptr, nullptr, 0) > 0) std::abort();
     }
   float x[1] = {}, out[1] = {};
@@ -362,8 +363,10 @@ void give_nonsense(const std::vector<std::string>& paths) {
       std::abort();
   }
   const std::vector<uint8_t> bytes(64);
-  const int64_t integers = tformer_kernels_pack8("scalar", bytes.data(), 8, 1, 0, 8, 8, numbers(8, positive).data(), nullptr, 1);
-  const int64_t floats = tformer_kernels_pack_float("scalar", numbers(64, uniform).data(), 8, 1, 8, 8, nullptr, 1);
+  const int64_t integers =
+      tformer_kernels_pack8("scalar", bytes.data(), 8, 1, 0, 8, 8, numbers(8, positive).data(), nullptr, nullptr, 0);
+  const int64_t floats =
+      tformer_kernels_pack_float("scalar", numbers(64, uniform).data(), 8, 1, 8, 8, nullptr, nullptr, 0);
   if (integers <= 0 || floats <= 0 || tformer_kernels_multiply_float(integers, x, 0, out) == 0 ||
       tformer_kernels_multiply(floats, x, 0, out, 1, 0, 1, 128, 0, 0, 0) == 0 || !tformer_kernels_release(integers) ||
       !tformer_kernels_release(floats))

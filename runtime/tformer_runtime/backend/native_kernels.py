@@ -131,6 +131,8 @@ class NativeKernels:
             return None
         path, bias_pointer = self.path.encode(), None if bias is None else bias.ctypes.data
         mapped = stored.nbytes if not of_6_bits and weights.tensor.raw is None else 0
+        if packer is not None:
+            packer.keep(stored, codes)
         rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, packer and packer.pointer, mapped
         if codes is not None:
             handle = self._pack4(path, stored.ctypes.data, codes.ctypes.data, weights.block, *rest)
@@ -138,8 +140,8 @@ class NativeKernels:
             bytes_of_column = stored[0].nbytes
             strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
             handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.block else 0, *rest)
-        if packer is not None:
-            packer.keep(stored, codes, is_copy=of_6_bits)
+        if packer is not None and of_6_bits:  # the rows fill memory
+            packer.wait()
         return int(handle) if handle > 0 else None
 
     def pack_float(self, product: FloatProduct, files: WeightFiles, packer: Packer | None = None) -> int | None:
@@ -152,10 +154,10 @@ class NativeKernels:
         strides = (1, length) if product.is_transposed else (length, 1)
         bias = None if product.bias is None else product.bias.ctypes.data
         mapped = stored.nbytes if product.tensor.raw is None else 0
-        rest = inner, columns, bias, packer and packer.pointer, mapped
-        handle = self._pack_float(self.path.encode(), stored.ctypes.data, *strides, *rest)
         if packer is not None:
             packer.keep(stored)
+        rest = inner, columns, bias, packer and packer.pointer, mapped
+        handle = self._pack_float(self.path.encode(), stored.ctypes.data, *strides, *rest)
         return int(handle) if handle > 0 else None
 
     def has_matrix(self, handle: int) -> bool:
@@ -175,11 +177,9 @@ class Packer:
         self.pointer, self._wait = pointer, wait
         self._sources: list[Array | None] = []
 
-    def keep(self, *sources: Array | None, is_copy: bool = False) -> None:
-        """Keep arrays until they are packed. is_copy: whether the first fills memory; then it is packed at once."""
+    def keep(self, *sources: Array | None) -> None:
+        """Keep arrays until they are packed. Call it first: an error afterwards leaves them to the packer's threads."""
         self._sources += sources
-        if is_copy:
-            self.wait()
 
     def wait(self) -> int:
         """Return when all matrices are packed, and how many of them the kernels have refused so far.
@@ -236,8 +236,8 @@ class LoadingProducts:
         makes_chains: whether operators may become chains, which onnxruntime cannot stop in the middle.
         decode: the decode stage, if it may run several steps at once.
 
-        Matrices are packed while the graph is rewritten. If the kernels refuse one of them at last, the graph is
-        rewritten again without it.
+        Matrices are packed while the graph is rewritten. If the kernels refuse any of them at last, the graph is
+        rewritten again without these.
 
         Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
         """
@@ -246,10 +246,14 @@ class LoadingProducts:
         with self.kernels.packer(self._threads) as packer:
             pack = partial(self._pack, packer=packer)
             pack_float = partial(self._pack_float, packer=packer) if FLOAT_BITS in self.kernels.bits else None
-            rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode)
-            if packer.wait():
-                self._forget_refused()
+            refused = 0
+            while True:
                 rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode)
+                found = packer.wait()  # each time: a rewriting may reach matrices that one without memory did not reach
+                if found == refused:
+                    break
+                refused = found
+                self._forget_refused()
         model, self.count, self.attentions = rewritten.model, rewritten.products, rewritten.attentions
         self.has_greedy_loop = rewritten.has_greedy_loop
         self.has_small_batch_form = PACKED_PRODUCT.encode() in model

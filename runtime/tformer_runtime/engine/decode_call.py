@@ -144,10 +144,12 @@ class SessionCall:
         if self.plan is not None and len(self.plan) == len(plan):
             self.plan[:] = plan
         else:
-            self.plan = plan
+            self.plan = plan[:0]  # until it is bound: neither this plan nor that of a single step
             binding.native.bind_ortvalue_input(GREEDY_PLAN, self.session.host_tensor(plan))
+            self.plan = plan
         if count == self.bound_loop_logits:
             return
+        self.bound_loop_logits = 0  # until they are bound: memory may run out
         if len(self.loop_logits) < count:
             self.loop_logits = mapped_zeros((count, 1, self.logits.shape[-1]), np.dtype(np.float32))
         logits = self.session.host_tensor(self.loop_logits[:count])
@@ -161,7 +163,7 @@ class SessionCall:
         (binding,) = self.bindings
         binding.native.bind_ortvalue_input(GREEDY_PLAN, self.no_plan)
         binding.native.bind_ortvalue_output(self.logits_name, self.session.host_tensor(self.logits))
-        self.plan, self.bound_loop_logits = None, 0
+        self.bound_loop_logits, self.plan = 0, None
 
     def drop_loop(self) -> None:
         """Free the buffers of loops."""

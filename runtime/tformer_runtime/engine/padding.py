@@ -83,7 +83,7 @@ def _pad_rows(
         shape[0] = row_shape[0]
     else:
         shape[0] = min(shape[0] + extra_padding, spec.max_length or shape[0] + extra_padding)
-    if rows == 1 and (*shape,) == items[0].shape:
+    if rows == 1 and (*shape,) == items[0].shape and items[0].flags.aligned:
         return np.ascontiguousarray(items[0], spec.dtype)[None]
     array: Array = np.full((rows, *shape), spec.pad, spec.dtype)
     for row, item in zip(array, items, strict=True):

@@ -54,14 +54,6 @@ class WeightFiles:
             return np.empty(0, np.uint8)
         return np.frombuffer(mapped, np.uint8, tensor.length, tensor.offset)
 
-    def drop_pages(self, tensor: Tensor) -> None:
-        """Let the pages of a weight go from memory, as far as it fills them. They are read again if need be."""
-        mapped = self._map(tensor.location)
-        begin = -(-tensor.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.offset + tensor.length) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-        if mapped is not None and length > 0 and hasattr(mmap, "MADV_DONTNEED"):
-            mapped.madvise(mmap.MADV_DONTNEED, begin, length)
-
     def _map(self, location: str) -> mmap.mmap | None:
         """Map a file of the folder; None for a link or another folder, for what is no regular file, or an empty one."""
         if location not in self._files:

@@ -49,6 +49,25 @@ def test_features_are_padded_along_free_axes():
         padded_request_arrays([audio], {"audio": [np.ones(3)]}, 1)
 
 
+def test_row_of_any_layout_has_its_numbers_in_an_aligned_array_of_the_input_s_type():
+    """onnxruntime reads the array where it lies."""
+    numbers = np.arange(1, 7)
+    shifted = np.frombuffer(b"\0" + numbers.astype(np.int64).tobytes(), np.int64, offset=1)
+    assert not shifted.flags.aligned
+    for row in (
+        numbers.astype(">i8"),
+        numbers.repeat(2)[::2],
+        numbers[::-1][::-1],
+        numbers.astype(np.float32),
+        shifted,
+    ):
+        array = padded_request_arrays([IDS], {"src": [row]}, 1)["src"]
+        assert array.tolist() == [[1, 2, 3, 4, 5, 6]]
+        assert array.dtype == np.dtype("int64")
+        assert array.flags.c_contiguous
+        assert array.flags.aligned
+
+
 def test_mask_of_no_rows_is_refused():
     mask = RequestInput("mask", "bool", (BATCH_AXIS, "time"), "mask", of="other")
     with pytest.raises(InputError, match="mask of other"):

@@ -207,6 +207,33 @@ def test_loop_stops_after_the_first_end_of_a_row(models):
             np.testing.assert_array_equal(state.lengths, count)
 
 
+@pytest.mark.parametrize("plans", [[(2,), (6, -1), (6, -1)], [(2,), (6,), (2,)]], ids=["plan", "logits"])
+def test_loop_after_one_that_could_not_be_bound_has_the_tokens_of_steps_one_by_one(plans, models, monkeypatch):
+    """Memory runs out while the second loop is bound: for its longer plan, or for its logits."""
+    looping, plain = (model.engine for model in models)
+    source, token, tokens = {"src": [np.array([5, 6, 7])]}, np.ones((1, 1), np.int64), [1]
+    state, apart = (engine.start(source, 1, max_tokens=[20]) for engine in (looping, plain))
+    first, second, third = (GreedyPlan(count, ends, NONE) for count, *ends in plans)
+
+    def run(plan):
+        steps = looping.greedy_steps(state, np.array([tokens[-1:]]), lambda _: plan)
+        tokens.extend(steps.tokens[:, 0].tolist())
+
+    def without_memory(array):
+        raise MemoryError
+
+    run(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(looping.session, "host_tensor", without_memory)
+        with pytest.raises(MemoryError):
+            run(second)
+    run(third)
+    assert len(tokens) == 1 + first.max_steps + third.max_steps
+    for expected in tokens[1:]:
+        token = plain.step(apart, token).argmax(-1)[:, None]
+        assert token.item() == expected
+
+
 def test_stream_has_every_token_and_an_error_of_its_reader_ends_it_alone(models):
     looping, plain = models
     assert "".join(looping.stream("transformer")) == plain.generate("transformer").text

@@ -13,13 +13,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
-from support.native_products import KERNELS, PATHS, kernels_of, requires_kernels
+from support.native_products import (
+    KERNELS,
+    PATHS,
+    kernels_of,
+    open_native_session,
+    open_session,
+    requires_kernels,
+    run,
+)
 from support.small_graphs import model_of
 
 from tformer_export.quantize import quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, Packer
+from tformer_runtime.format.onnx_graph import Tensor
+from tformer_runtime.format.weight_files import WeightFiles
+from tformer_runtime.rewriting.float_product import FloatProduct
+from tformer_runtime.rewriting.quantized_product import QuantizedProduct, RowScaling
+from tformer_runtime.rewriting.stored_weights import StoredWeights
 
 pytestmark = requires_kernels
+requires_avx2 = pytest.mark.skipif("avx2" not in PATHS, reason="the processor has no AVX2")
 INNER, WIDTH = 64, 96
 
 
@@ -112,9 +126,8 @@ def test_matrix_that_is_refused_at_last_has_no_handle(threads):
     kernels.release(packed)
 
 
-def test_product_that_is_refused_at_last_is_left_to_onnxruntime():
-    if "avx2" not in PATHS:
-        pytest.skip("the processor has no AVX2")
+def two_products(refused: int) -> bytes:
+    """Return a model of two int8 products. refused: the one whose weights are too large for the path avx2."""
     random = np.random.default_rng(0)
     weights = {name: random.standard_normal((INNER, INNER)).astype(np.float32) for name in "vw"}
     nodes = [
@@ -124,14 +137,65 @@ def test_product_that_is_refused_at_last_is_left_to_onnxruntime():
     float_model = ir.from_proto(model_of(nodes, {"x": ["rows", 1, INNER]}, {"y": ["rows", 1, INNER]}, weights))
     quantize_weights(float_model, 8, "throughput", "x", on_cpu=True)
     model: onnx.ModelProto = ir.to_proto(float_model)
-    (large,) = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.INT8][1:]
+    large = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.INT8][refused]
     name = large.name
     large.CopyFrom(numpy_helper.from_array(np.full((INNER, INNER), 100, np.int8), name))
-    content = model.SerializeToString()
+    content: bytes = model.SerializeToString()
+    return content
+
+
+@requires_avx2
+def test_product_that_is_refused_at_last_is_left_to_onnxruntime():
     with LoadingProducts(kernels_of("avx2"), 2) as loading:
-        rewritten = loading.rewrite(content, Path())
+        rewritten = loading.rewrite(two_products(refused=1), Path())
         assert loading.count == 1
         assert loading.weight_bytes == INNER * INNER
         operators = [node.op_type for node in onnx.load_from_string(rewritten).graph.node]
         assert operators.count("RowQuantizedMatMul") == 1
         assert {"MatMulInteger", "MatMulIntegerToFloat"} & {*operators}
+
+
+@requires_avx2
+def test_matrix_that_the_second_rewriting_alone_reaches_is_packed(monkeypatch):
+    """The first rewriting has no memory for the second product, and the kernels refuse the first one."""
+    model, calls, pack = two_products(refused=0), [], NativeKernels.pack
+
+    def pack_with_little_memory(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError
+        return pack(*arguments)
+
+    monkeypatch.setattr(NativeKernels, "pack", pack_with_little_memory)
+    session, x = open_native_session(model, "avx2"), np.random.default_rng(1).standard_normal((3, INNER))
+    assert len(calls) == 3
+    expected = run(open_session(model), x.astype(np.float32))
+    np.testing.assert_array_equal(run(session, x.astype(np.float32)), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_sources_are_kept_before_the_kernels_read_them(bits):
+    """Whatever interrupts the reading of the file afterwards, threads of the packer may still read the sources."""
+    kernels = kernels_of(PATHS[0])
+    seen = []
+
+    class Recording(Packer):
+        def keep(self, *sources):
+            seen.append(library().tformer_kernels_matrices())
+            super().keep(*sources)
+
+    weights = np.ones((INNER, WIDTH), np.int8 if bits == 8 else np.float32)
+    tensor = Tensor("w", weights.dtype, weights.shape, weights.tobytes())
+    before = library().tformer_kernels_matrices()
+    with kernels.packer(1) as packer, WeightFiles(Path()) as files:
+        recording = Recording(packer.pointer, packer.wait)
+        if bits == 8:
+            stored = StoredWeights(tensor, INNER, WIDTH)
+            scaling = RowScaling(True, 0.0, 1 / 127, 128)
+            product = QuantizedProduct("x", "y", scaling, False, stored, np.ones(WIDTH, np.float32), None, None)
+            handle = kernels.pack(product, files, recording)
+        else:
+            handle = kernels.pack_float(FloatProduct("x", "y", tensor, False, None, None), files, recording)
+        recording.wait()
+    assert seen == [before]
+    kernels.release(handle)
