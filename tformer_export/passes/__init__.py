@@ -27,6 +27,7 @@ from tformer_export.passes import (
     drop_reshapes,
     fold_attention_scale,
     full_score_attention,
+    gelu,
     merge_projections,
     packed_weights,
     remove_unused,
@@ -93,6 +94,8 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 
 
 PASSES = (
+    Pass("gelu", _without_settings(gelu.run), portable=True),
+    Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
