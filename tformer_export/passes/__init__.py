@@ -37,6 +37,7 @@ from tformer_export.passes import (
     strip_debug_info,
     tie_embeddings,
     transposed_matmul,
+    unflatten_products,
 )
 
 
@@ -96,6 +97,8 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 PASSES = (
     Pass("gelu", _without_settings(gelu.run), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # After the passes before it: a Gelu may stand between two products. The next passes find more products then.
+    Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
