@@ -29,6 +29,7 @@ from tformer_export.passes import (
     full_score_attention,
     gelu,
     merge_projections,
+    pack_attention_inputs,
     packed_weights,
     remove_unused,
     rms_norm,
@@ -103,6 +104,7 @@ PASSES = (
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # Before the passes that pack the inputs of attention: its queries are a value of their own then.
     Pass("fold_attention_scale", _without_settings(fold_attention_scale.run), _can_hold_all_scores),
     Pass("shared_encoder_context", _without_settings(shared_encoder_context.run)),
     Pass(  # after the pass before it, which recognises attention by its operator
@@ -115,6 +117,7 @@ PASSES = (
     Pass(
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),
+    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # Before the pass that removes the shapes of results. For a CPU there is no gain.
     Pass("skip_norm", _without_settings(skip_norm.run), lambda settings: settings.target == "cuda"),
