@@ -71,9 +71,10 @@ def to_onnx(
     except UnsupportedModelError:
         sizes["batch"] = OTHER_BATCH_SIZE
         model = translate()
-    for ports, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
-        for port, value in zip(ports, values, strict=True):
-            _describe(value, port)
+    inputs = list(zip(program.inputs, model.graph.inputs, strict=True))
+    _name_axes(model.graph, inputs)
+    for port, value in (*inputs, *zip(program.outputs, model.graph.outputs, strict=True)):
+        _describe(value, port)
     for weight in model.graph.initializers.values():
         content = weight.const_value
         if content is not None and not (array := content.numpy()).flags.c_contiguous:
@@ -207,6 +208,23 @@ def _users_line(causes: list[Exception]) -> str | None:
                 if isinstance(value, torch.fx.Node) and value.op == "call_function" and "stack_trace" in value.meta:
                     return source_line(value)
     return None
+
+
+def _name_axes(graph: ir.Graph, inputs: list[tuple[Port, ir.Value]]) -> None:
+    """Call each traced size by the name of the free axis whose size it is, in the shapes of all results.
+
+    So a pass sees that a result has the sizes of an input. Linear in the number of values.
+    """
+    names: dict[str, str] = {}
+    for port, value in inputs:
+        for axis, size in zip(port.shape, value.shape or (), strict=False):
+            if isinstance(axis, str) and isinstance(size, ir.SymbolicDim) and size.value is not None:
+                names.setdefault(size.value, axis)
+    parameters = [value for body in graph.subgraphs() for value in body.inputs]
+    for value in (*parameters, *(value for node in graph.all_nodes() for value in node.outputs)):
+        if value.shape is not None:
+            sizes = (size.value if isinstance(size, ir.SymbolicDim) else size for size in value.shape)
+            value.shape = ir.Shape([names.get(size, size) if isinstance(size, str) else size for size in sizes])
 
 
 def _describe(value: ir.Value, port: Port) -> None:

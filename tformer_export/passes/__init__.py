@@ -27,7 +27,9 @@ from tformer_export.passes import (
     drop_reshapes,
     fold_attention_scale,
     full_score_attention,
+    gelu,
     merge_projections,
+    pack_attention_inputs,
     packed_weights,
     remove_unused,
     rms_norm,
@@ -36,6 +38,7 @@ from tformer_export.passes import (
     strip_debug_info,
     tie_embeddings,
     transposed_matmul,
+    unflatten_products,
 )
 
 
@@ -93,10 +96,15 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 
 
 PASSES = (
+    Pass("gelu", _without_settings(gelu.run), portable=True),
+    Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # After the passes before it: a Gelu may stand between two products. The next passes find more products then.
+    Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # Before the passes that pack the inputs of attention: its queries are a value of their own then.
     Pass("fold_attention_scale", _without_settings(fold_attention_scale.run), _can_hold_all_scores),
     Pass("shared_encoder_context", _without_settings(shared_encoder_context.run)),
     Pass(  # after the pass before it, which recognises attention by its operator
@@ -109,6 +117,7 @@ PASSES = (
     Pass(
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),
+    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # Before the pass that removes the shapes of results. For a CPU there is no gain.
     Pass("skip_norm", _without_settings(skip_norm.run), lambda settings: settings.target == "cuda"),

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant, derived_tensor, is_float_weight, only_user
+from tformer_export.passes.column_blocks import find_column_block, is_read_alone
 
 
 def run(model: ir.Model, operator: str = "GroupQueryAttention") -> int:
@@ -37,32 +38,48 @@ def run(model: ir.Model, operator: str = "GroupQueryAttention") -> int:
 
 
 def _into_projection(model: ir.Model, query: ir.Value, scale: float) -> bool:
-    """Scale the weight and the bias of the projection that computes a value; return False if others read the weight."""
-    bias_sum, bias_index = query.producer(), None
-    if bias_sum is not None and bias_sum.op_type == "Add" and only_user(query) is not None:
+    """Scale the weight and the bias of the projection that computes a value; return False if others read the weight.
+
+    The value may be some of the columns of a projection, if nothing else reads these columns.
+    """
+    if only_user(query) is None:
+        return False
+    block = find_column_block(query)
+    result, factors = query, np.array(scale, np.float32)
+    if block is not None and block.source is not query:
+        whole = find_column_block(block.source)
+        if whole is None or not is_read_alone(block, query):
+            return False
+        result, factors = block.source, np.ones(whole.stop, np.float32)
+        factors[block.start : block.stop] = scale
+    bias_sum, bias_index = result.producer(), None
+    if bias_sum is not None and bias_sum.op_type == "Add":
         bias_index = next((i for i, value in enumerate(bias_sum.inputs) if is_float_weight(value, 1)), None)
-        query = bias_sum.inputs[1 - bias_index] or query if bias_index is not None else query
-    product = query.producer()
-    if product is None or product.op_type != "MatMul" or only_user(query) is None:
+    product_result = result if bias_sum is None or bias_index is None else bias_sum.inputs[1 - bias_index]
+    product = product_result.producer() if product_result is not None else None
+    if product_result is None or product is None or product.op_type != "MatMul" or product.domain:
         return False
     weight = product.inputs[1]
     if weight is None or not is_float_weight(weight, 2) or only_user(weight) is None:
         return False
-    _scale(weight, scale)
+    if product_result is not result and only_user(product_result) is None:
+        return False
+    _scale(weight, factors)
     if bias_sum is not None and bias_index is not None:
         # The scaled bias is a new constant because other nodes may read the bias, such as one of zeros.
         bias = bias_sum.inputs[bias_index]
         assert bias is not None
         assert bias.const_value is not None
-        numbers = bias.const_value.numpy() * np.float32(scale)
+        numbers = bias.const_value.numpy() * factors
         bias_sum.replace_input_with(bias_index, constant(model, f"{bias_sum.outputs[0].name}.bias", numbers))
     return True
 
 
-def _scale(value: ir.Value, scale: float) -> None:
+def _scale(value: ir.Value, factors: np.ndarray) -> None:
+    """Multiply the columns of a weight by their factors, or by one number."""
     weight = value.const_value
     assert weight is not None
-    value.const_value = derived_tensor(weight, lambda array: array * np.float32(scale), name=weight.name)
+    value.const_value = derived_tensor(weight, lambda array: array * factors, name=weight.name)
 
 
 def _multiply(model: ir.Model, node: ir.Node, scale: float) -> None:

@@ -351,6 +351,12 @@ FAMILIES = {
             num_key_value_heads=2, max_position_embeddings=64, eos_token_id=7, bos_token_id=1, pad_token_id=0,
         )
     ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, eos_token_id=7,
+            bos_token_id=1, pad_token_id=0,
+        )
+    ),
 }  # fmt: skip
 
 
@@ -359,6 +365,9 @@ FAMILIES = {
 def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantization, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
+    for name, parameter in model.named_parameters():  # transformers begins with biases of zero
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
     file = tmp_path / "model.onnx"
     export(from_transformers(model), file, quantization=Quantization(quantization))
     monkeypatch.setenv(VARIABLE, PATHS[0])
@@ -375,6 +384,79 @@ def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantiz
             assert list(found) == out[1 if model.config.is_encoder_decoder else len(prompt) :]
         else:
             assert found == plain.generate(prompt, max_new_tokens=24).token_ids
+
+
+class FlatProduct(torch.nn.Module):
+    """A projection by `torch.addmm` of flattened rows."""
+
+    def __init__(self, inner, columns):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(inner, columns) / inner**0.5)
+        self.bias = torch.nn.Parameter(torch.randn(columns) / 10)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+class HandwrittenLayer(torch.nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.qkv, self.out = FlatProduct(WIDTH, 3 * WIDTH), FlatProduct(WIDTH, WIDTH)
+        self.up, self.down = FlatProduct(WIDTH, 4 * WIDTH), FlatProduct(4 * WIDTH, WIDTH)
+        self.norm, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.parts = parts
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.parts(self.qkv(self.norm(x))))
+        scores = query @ key.transpose(-2, -1) / key.shape[-1] ** 0.5
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value
+        x = x + self.out(y.transpose(1, 2).contiguous().view(x.shape))
+        y = self.up(self.norm2(x))
+        y = 0.5 * y * (1.0 + torch.tanh(0.7978845608028654 * (y + 0.044715 * y * y * y)))
+        return x + self.down(y)
+
+
+class HandwrittenDecoder(torch.nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.tokens, self.positions = torch.nn.Embedding(60, WIDTH), torch.nn.Embedding(48, WIDTH)
+        self.layers = torch.nn.ModuleList([HandwrittenLayer(parts) for _ in range(2)])
+        self.head = FlatProduct(WIDTH, 60)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+PARTS = {
+    "split": lambda x: x.split(WIDTH, -1),
+    "chunks": lambda x: x.chunk(3, -1),
+    "slices": lambda x: (x[..., :WIDTH], x[..., WIDTH : 2 * WIDTH], x[..., 2 * WIDTH :]),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_handwritten_decoder_of_flat_products_loops_with_the_tokens_of_torch(parts, tmp_path, monkeypatch):
+    torch.manual_seed(1)
+    model, file = HandwrittenDecoder(PARTS[parts]).eval(), tmp_path / "model.onnx"
+    special = {"bos_token_id": [1], "eos_token_id": [2], "pad_token_id": 0}
+    example = {"ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+    report = export(model, file, example, "ids", special_tokens=special, max_length=48)
+    counts = {name: report.counts[name] for name in ("gelu", "unflatten_products", "pack_attention_inputs")}
+    assert counts == {"gelu": 2, "unflatten_products": 9, "pack_attention_inputs": 2}
+    monkeypatch.setenv(VARIABLE, PATHS[0])
+    loaded = Model.load(file, device="cpu", threads=1)
+    assert loaded.engine.session.max_greedy_steps > 1
+    for prompt in ([1], [1, 6, 9, 12], [1, 41]):
+        ids = list(prompt)
+        with torch.no_grad():
+            while len(ids) < len(prompt) + 24 and (len(ids) == len(prompt) or ids[-1] != 2):
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        found = [*loaded.generate(prompt, max_new_tokens=24).token_ids]
+        assert found == ids[len(prompt) :]
 
 
 def test_file_whose_other_results_read_the_logits_has_no_loop(tmp_path, monkeypatch):
