@@ -18,6 +18,14 @@ def constant(model: ir.Model, name: str, numbers: np.ndarray | np.generic) -> ir
     return model.graph.initializers[name]
 
 
+def add_constant(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
+    """Add a tensor to the model's constants under its own name, and return it as a value."""
+    shape, dtype = ir.Shape(weight_sizes(tensor)), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=tensor.name, const_value=tensor, shape=shape, type=dtype)
+    model.graph.initializers[str(tensor.name)] = value
+    return value
+
+
 def derived_tensor(
     source: ir.TensorProtocol,
     compute: Callable[[np.ndarray], np.ndarray],
@@ -44,6 +52,15 @@ def is_float_weight(value: ir.Value | None, rank: int) -> bool:
     """Return whether a value is a float32 constant of this rank."""
     tensor = value.const_value if value is not None else None
     return tensor is not None and len(tensor.shape) == rank and tensor.dtype == ir.DataType.FLOAT
+
+
+def transposed_weight(value: ir.Value | None) -> ir.Value | None:
+    """Return the float32 matrix of which a value is the transpose; None for other values."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "Transpose" or node.domain or not is_float_weight(node.inputs[0], 2):
+        return None
+    order = node.attributes.get("perm")
+    return node.inputs[0] if order is None or list(order.as_ints()) == [1, 0] else None
 
 
 def only_user(value: ir.Value) -> ir.Node | None:

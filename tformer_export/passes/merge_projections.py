@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.common.ir_edit import is_float_weight, only_user, replace_value, weight_sizes
+from tformer_export.common.ir_edit import add_constant, is_float_weight, only_user, replace_value, weight_sizes
 
 # A step has no more projections of one value. The many cross projections of an encoder gain nothing.
 MAX_MERGED_PROJECTIONS = 4
@@ -86,7 +86,7 @@ def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Proj
         attention.replace_input_with(2, None)
     else:
         widths = np.array([projection.width for projection in group], np.int64)
-        sizes = _constant(model, ir.tensor(widths, name=f"{name}.widths"))
+        sizes = add_constant(model, ir.tensor(widths, name=f"{name}.widths"))
         split = ir.node("Split", [result, sizes], {"axis": -1}, num_outputs=len(group), name=f"{name}.split")
         for part, projection in zip(split.outputs, group, strict=True):
             part.dtype = ir.DataType.FLOAT
@@ -107,10 +107,10 @@ def _merged_product(model: ir.Model, source: ir.Value, group: list[_Projection],
         ir.Shape([weight_sizes(weights[0])[0], sum(projection.width for projection in group)]),
         name=f"{name}.weights",
     )
-    new_nodes = [ir.node("MatMul", [source, _constant(model, concatenated)], name=f"{name}.merged")]
+    new_nodes = [ir.node("MatMul", [source, add_constant(model, concatenated)], name=f"{name}.merged")]
     if any(projection.bias for projection in group):
         biases = np.concatenate([projection.bias_values() for projection in group])
-        bias = _constant(model, ir.tensor(biases, name=f"{name}.biases"))
+        bias = add_constant(model, ir.tensor(biases, name=f"{name}.biases"))
         new_nodes.append(ir.node("Add", [new_nodes[0].outputs[0], bias], name=f"{name}.merged.bias"))
     for i, node in enumerate(new_nodes):
         node.outputs[0].name = f"{name}.merged.{i}"
@@ -133,11 +133,3 @@ def _packed_attention(group: list[_Projection]) -> ir.Node | None:
         return None
     (node,) = nodes
     return node if node.op_type == "GroupQueryAttention" else None
-
-
-def _constant(model: ir.Model, tensor: ir.TensorProtocol) -> ir.Value:
-    """Add a tensor to the model's constants under its own name."""
-    shape, dtype = ir.Shape(weight_sizes(tensor)), ir.TensorType(tensor.dtype)
-    value = ir.Value(name=tensor.name, const_value=tensor, shape=shape, type=dtype)
-    model.graph.initializers[str(tensor.name)] = value
-    return value

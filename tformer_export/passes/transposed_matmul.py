@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from tformer_export.common.ir_edit import is_float_weight, replace_node
+from tformer_export.common.ir_edit import replace_node, transposed_weight
 
 CONTRIB = "com.microsoft"
 
@@ -17,7 +17,7 @@ def run(model: ir.Model) -> int:
     fused = 0
     for graph in (model.graph, *model.graph.subgraphs()):
         for node in list(graph):
-            table = _transposed_weight(node.inputs[1]) if node.op_type == "MatMul" and not node.domain else None
+            table = transposed_weight(node.inputs[1]) if node.op_type == "MatMul" and not node.domain else None
             if table is None:
                 continue
             product = ir.node(
@@ -28,14 +28,3 @@ def run(model: ir.Model) -> int:
     if fused:
         model.graph.opset_imports.setdefault(CONTRIB, 1)
     return fused
-
-
-def _transposed_weight(value: ir.Value | None) -> ir.Value | None:
-    """Return the weight of which a value is the transpose; None if it is not a transposed weight."""
-    transpose = value.producer() if value is not None else None
-    if transpose is None or transpose.op_type != "Transpose":
-        return None
-    table, permutation = transpose.inputs[0], transpose.attributes.get("perm")
-    return (
-        table if is_float_weight(table, 2) and (permutation is None or list(permutation.as_ints()) == [1, 0]) else None
-    )

@@ -17,11 +17,13 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import (
+    add_constant,
     constant,
     is_float_weight,
     only_user,
     replace_node,
     replace_value,
+    transposed_weight,
     weight_sizes,
 )
 
@@ -135,16 +137,7 @@ def _row_input(node: ir.Node) -> int | None:
 
 def _is_matrix(value: ir.Value | None) -> bool:
     """Return whether a value is a constant matrix, or the transpose of one."""
-    return is_float_weight(value, 2) or (value is not None and _transposed(value) is not None)
-
-
-def _transposed(value: ir.Value) -> ir.Value | None:
-    """Return the constant matrix of which a value is the transpose; None for other values."""
-    node = value.producer()
-    if node is None or node.op_type != "Transpose" or node.domain or not is_float_weight(node.inputs[0], 2):
-        return None
-    order = node.attributes.get("perm")
-    return node.inputs[0] if order is None or list(order.as_ints()) == [1, 0] else None
+    return is_float_weight(value, 2) or transposed_weight(value) is not None
 
 
 def _is_row(value: ir.Value | None) -> bool:
@@ -199,7 +192,7 @@ def _as_matmul(model: ir.Model, node: ir.Node) -> ir.Value:
     assert matrix is not None
     flag = node.attributes.get("transB")
     if flag is not None and flag.as_int():
-        matrix = _transposed(matrix) or _transpose(model, matrix)
+        matrix = transposed_weight(matrix) or _transpose(model, matrix)
     new_nodes = [ir.node("MatMul", [rows, matrix], name=node.name)]
     if bias is not None:
         product = new_nodes[0].outputs[0]
@@ -218,6 +211,5 @@ def _transpose(model: ir.Model, matrix: ir.Value) -> ir.Value:
         tensor = ir.LazyTensor(
             lambda: ir.tensor(np.ascontiguousarray(weight.numpy().T)), ir.DataType.FLOAT, shape, name=name
         )
-        value = ir.Value(name=name, const_value=tensor, shape=shape, type=ir.TensorType(ir.DataType.FLOAT))
-        model.graph.initializers[name] = value
+        add_constant(model, tensor)
     return model.graph.initializers[name]

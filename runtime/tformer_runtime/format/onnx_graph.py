@@ -213,9 +213,7 @@ class Graph(Struct, eq=False):
         """Return the names of the values that nodes and outputs read, here and in branches."""
         names = {*self.outputs}
         for node in self.nodes:
-            names.update(node.inputs)
-            for branch in node.branches.values():
-                names |= branch.names_read()
+            names |= node.names_read()
         return names
 
 

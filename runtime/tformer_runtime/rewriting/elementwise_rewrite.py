@@ -141,8 +141,7 @@ class ElementwiseRewriting(Struct, frozen=True):
         for node in self.graph.nodes:
             found = self._activated(node.outputs[0], readers) if self._is_product(node) else None
             if found is not None:
-                attributes = {n: v for n, v in node.attributes().items() if isinstance(v, int | float)}
-                attributes |= found.activation.attributes()
+                attributes = {**node.number_attributes(), **found.activation.attributes()}
                 new_nodes |= dict.fromkeys(map(id, found.nodes))
                 new_nodes[id(node)] = new_node(node.op_type, self.domain, node.inputs, [found.result], attributes)
         return self._replace(new_nodes)
