@@ -14,7 +14,6 @@ from msgspec import Struct
 VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
 MAX_VARINT_BYTES = 10
 MAX_NUMBER = (1 << 29) - 1  # of a field: a tag has 32 bits, of which protobuf's own readers drop any others
-MAX_SINGLE_BYTE_NUMBER = 15  # of a field whose tag is one byte
 MAX_HEADER_BYTES = 2 * MAX_VARINT_BYTES  # of a tag, and the varint after it
 _SINGLE_BYTES = [bytes([number]) for number in range(0x80)]
 _FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length
@@ -72,16 +71,11 @@ def tag(number: int, wire_type: int) -> bytes:
 
 def bytes_field(number: int, content: bytes) -> bytes:
     """Encode a field that holds bytes: a text or another message. number: the field number."""
-    length = len(content)
-    if number <= MAX_SINGLE_BYTE_NUMBER and length <= 0x7F:
-        return _SINGLE_BYTES[number << 3 | BYTES] + _SINGLE_BYTES[length] + content
-    return tag(number, BYTES) + varint(length) + content
+    return tag(number, BYTES) + varint(len(content)) + content
 
 
 def varint_field(number: int, value: int) -> bytes:
     """Encode a field that holds a non-negative number. number: the field number."""
-    if number <= MAX_SINGLE_BYTE_NUMBER and 0 <= value <= 0x7F:
-        return _SINGLE_BYTES[number << 3] + _SINGLE_BYTES[value]
     return tag(number, VARINT) + varint(value)
 
 
