@@ -282,7 +282,7 @@ class Session:
         return self._ort.OrtValue.ortvalue_from_numpy(array, self.device)
 
     def bind_new_outputs(self, binding: Binding, outputs: Sequence[str]) -> None:
-        """Let each run allocate outputs: on the session's device, or on the host those that are bfloat16."""
+        """Let each run allocate outputs on the session's device. Those in bfloat16 are on the host."""
         bind = binding.native.bind_output
         for output in outputs:
             bind(output, "cpu" if output in self._bfloat16_names else self.device)

@@ -139,7 +139,7 @@ class SessionCall:
         return self.loop_logits[: max_steps * rows].reshape(max_steps, rows, vocabulary)
 
     def _bind_loop(self, plan: Ints, count: int) -> None:
-        """Bind a plan, and the buffer of `count` logits. What the last loop has bound is used again."""
+        """Bind a plan, and the buffer of `count` logits. Buffers that the last loop has bound stay bound."""
         (binding,) = self.bindings
         if self.plan is not None and len(self.plan) == len(plan):
             self.plan[:] = plan
