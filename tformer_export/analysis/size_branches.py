@@ -27,6 +27,7 @@ from tformer_runtime.base.errors import UnsupportedModelError
 
 BETWEEN = 8  # sizes between the dense ones
 COMPARED = 4  # of the sizes at which a condition fails
+COUNTED_IDS = 2  # of which sequences of one id are made
 MAX_ROWS = 64  # of a batch at which conditions are evaluated
 TOLERANCE = 1e-3  # of the range of the outputs that a mask does not hide; another course differs by more
 HIDDEN = 1e4  # below the greatest output: masks write −1e4, −1e9 or the least number
@@ -177,17 +178,39 @@ def limit_lengths(captured: CapturedGraph, max_length: int) -> None:
 def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) -> dict[str, torch.Tensor]:
     """Return inputs on which forward runs, and of which one is longer than a limit of the graph; {} if there are none.
 
-    enough: a limit that is not exceeded. Cost: a run of forward for each limit, with one row.
+    enough: a limit that is not exceeded. Cost: at most five runs of forward for each limit, with one row.
     """
     for symbol, limit in captured.limits.items():
         axes = _length_axes(captured, symbol)
         if not axes or limit >= enough:
             continue
         inputs = _sized(source.example, axes, limit + 1)
-        with restored(source.module), suppress(Exception):
-            source.module(*(value.clone() for value in inputs.values()))
+        if _runs(source, inputs) and not _ends_for_some_ids(captured, source, inputs, axes, limit):
             return inputs
     return {}
+
+
+def _ends_for_some_ids(
+    captured: CapturedGraph, source: Source, inputs: dict[str, torch.Tensor], axes: list[tuple[str, int]], limit: int
+) -> bool:
+    """Return whether forward runs at a length but no further for sequences of a single id.
+
+    Many models count the positions of the ids that are no padding. So they run on longer sequences that have padding.
+    Of two ids, one is no padding.
+    """
+    name = captured.step_name
+    if name is None or (name, 1) not in axes or inputs[name].is_floating_point():
+        return False
+    ids = inputs[name].flatten().unique()[:COUNTED_IDS]
+    alike = [inputs | {name: torch.full_like(inputs[name], int(i))} for i in ids]
+    return any(not _runs(source, one) and _runs(source, _sized(one, axes, limit)) for one in alike)
+
+
+def _runs(source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:
+    with restored(source.module), suppress(Exception):
+        source.module(*(value.clone() for value in inputs.values()))
+        return True
+    return False
 
 
 def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:

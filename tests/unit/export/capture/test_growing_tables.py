@@ -9,9 +9,14 @@ import torch
 from torch import nn
 
 from tformer_export import export
+from tformer_export.analysis.size_branches import runs_beyond
+from tformer_export.sources.torch_module import from_module
+from tformer_export.trace_source import capture_model
 from tformer_runtime import UnsupportedModelError
+from tformer_runtime.format.manifest import SpecialTokens
 
 EXAMPLE = 7  # longer than the sequences of a trace
+TABLE = 32  # rows
 
 
 class Tables(dict):
@@ -83,6 +88,35 @@ def test_longer_than_a_branch_allows_is_refused_with_its_line(tmp_path):
     example = {"ids": torch.randint(20, (2, EXAMPLE))}
     with pytest.raises(UnsupportedModelError, match=r"at a length of 64: at most 24 is possible, by .*shape\[1\] > 24"):
         export(AnotherCourse({}).eval(), tmp_path / "model.onnx", example, "ids", max_length=64)
+
+
+class CountedPositions(Decoder):
+    """Positions are those among the ids that are no padding. An adapter runs for the rows of its language."""
+
+    def __init__(self):
+        super().__init__({})
+        self.positions, self.adapter = nn.Embedding(TABLE, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        keep, own_language = ids != 0, torch.ones(len(ids)) == 1
+        x = self.tokens(ids) + self.positions(keep.cumsum(1) * keep)
+        adapted = torch.zeros_like(x)
+        adapted[own_language] = self.adapter(x[own_language])
+        q, k, v = self.qkv(x + adapted).chunk(3, -1)
+        return self.head(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_padding_makes_a_table_of_counted_positions_no_longer(tmp_path):
+    example = {"ids": torch.tensor([[1, 12, 0, 3], [14, 5, 0, 0]])}
+    torch.manual_seed(0)
+    module = CountedPositions().eval()
+    with pytest.raises(IndexError):
+        module(torch.ones(1, TABLE, dtype=torch.int64))
+    source = from_module(module, example, "ids", special_tokens=SpecialTokens(pad_token_id=0))
+    graph = capture_model(source).graph
+    assert graph.time_limit == TABLE - 1
+    assert not runs_beyond(graph, source), "the padding of an example counts as room"
+    assert export(source, tmp_path / "model.onnx").max_length == TABLE - 1
 
 
 def row_of_maximum(report):
