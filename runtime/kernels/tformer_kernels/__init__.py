@@ -1,4 +1,4 @@
-"""Native kernels for products of tformer: a library that tformer_runtime finds in this folder and loads.
+"""Native kernels of tformer for products, attention, norms and activations: a library that tformer_runtime finds in this folder and loads.
 
 Nothing has to be imported. `TFORMER_KERNELS=0` switches the kernels off.
 """
