@@ -64,7 +64,7 @@ class Quantization:
 
     weights: str = option(
         "none",
-        "Store weights as 8-bit or 4-bit integers. mixed chooses 4 bits, 8 bits or float for each matrix: the fewest "
+        "Store weights as 8-bit or 4-bit integers. mixed chooses 4, 6 or 8 bits or float for each matrix: the fewest "
         "bits within --max-degradation, or the least loss within --max-bits.",
         flag="--quantize",
         choices=QUANTIZATIONS,

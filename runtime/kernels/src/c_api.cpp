@@ -14,7 +14,7 @@ using namespace tformer;
 
 namespace {
 
-constexpr int32_t ABI_VERSION = 9;  // grows whenever a function or the operator changes
+constexpr int32_t ABI_VERSION = 9;  // grows whenever a function or an operator changes
 
 // Packs in the background, or at once without a packer.
 int64_t pack(Packing packing, Packer* packer, MappedBytes source) {

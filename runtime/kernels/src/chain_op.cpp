@@ -222,7 +222,7 @@ class Chain final : public Operator {
     while (greedy && next(operands.api, *greedy, results, inputs, run));
   }
 
-  // Chooses the next tokens of a loop. Return whether there is another step.
+  // Chooses the next tokens of a loop. Returns whether there is another step.
   bool next(const ort::Api* api, GreedyRun& greedy, Results& results, const std::vector<Input>& inputs, const PartRun& run) const {
     if (greedy.steps == 1) return false;
     const Input& logits = run.value(loop->logits);

@@ -40,7 +40,7 @@ class GreedyRun {
   // values: the inputs of the chain; those that change become references to memory of this object.
   GreedyRun(const ort::Api* api, const GreedyLoop& loop, std::vector<Input>& values);
 
-  // Chooses the next tokens. Return whether there is another step, which reads them.
+  // Chooses the next tokens. Returns whether there is another step, which reads them.
   // logits: (batch, vocabulary) of this step, the same after the call.
   bool next(float* logits, size_t vocabulary);
 

@@ -23,7 +23,7 @@ struct MappedBytes {
 
 class Packer {
  public:
-  // threads: that pack, with the one that waits.
+  // threads: how many pack, the one that waits included.
   explicit Packer(size_t threads) : threads_(threads) {}
   // Leaves out what no thread has begun.
   ~Packer();

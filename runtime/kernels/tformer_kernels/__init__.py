@@ -1,6 +1,7 @@
-"""Native kernels for products of tformer: a library that tformer_runtime finds in this folder and loads.
+"""Native kernels of tformer for products, attention, norms and activations.
 
-Nothing has to be imported. `TFORMER_KERNELS=0` switches the kernels off.
+`tformer_runtime` finds the library in this folder and loads it. Nothing has to be imported.
+`TFORMER_KERNELS=0` switches the kernels off.
 """
 
 __version__ = "0.1.0"

@@ -40,7 +40,7 @@ logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
-VERSION = 9  # of the library's functions and operator
+VERSION = 9  # of the library's functions and operators
 FLOAT_BITS = 32
 ALL_BITS = (8, 4, FLOAT_BITS)
 # Path of the library → bits of the weights for which whole steps were measured to be faster than with onnxruntime's
@@ -108,7 +108,7 @@ class NativeKernels:
 
     @contextmanager
     def packer(self, threads: int) -> Iterator[Packer]:
-        """Pack in the background within the `with` block. threads: that pack, with the one that waits."""
+        """Pack in the background within the `with` block. threads: how many pack, the one that waits included."""
         pointer = self._new_packer(threads)
         if pointer is None:
             raise MemoryError
@@ -202,7 +202,7 @@ class LoadingProducts:
     """
 
     def __init__(self, kernels: NativeKernels, threads: int = 1) -> None:
-        """Pack nothing yet. threads: that pack."""
+        """Pack nothing yet. threads: how many pack, the one that waits included."""
         self.kernels, self.count, self.attentions, self.has_small_batch_form = kernels, 0, 0, False
         self.has_greedy_loop = False
         self._threads = threads

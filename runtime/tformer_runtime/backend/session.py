@@ -96,8 +96,8 @@ class Session:
         split_stages: whether each stage has its own session; by default on CUDA only.
         verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
         max_run_seconds: the deadline of a run on the CPU; by default none, or `LOOP_SECONDS` for a graph with loops.
-        native_kernels: whether native kernels may compute products on the CPU. The exporter, which checks the
-            operators of a file, needs these operators.
+        native_kernels: whether native kernels may replace operators on the CPU. The exporter checks the operators of a
+            file, and so runs it without them.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
@@ -149,7 +149,7 @@ class Session:
 
     @property
     def kernels(self) -> str | None:
-        """The native kernels that compute products, in words; None if onnxruntime's operators do."""
+        """The native kernels that a file runs with, in words; None if onnxruntime's operators compute everything."""
         return None if self._kernels is None else self._kernels.description
 
     @property

@@ -71,7 +71,9 @@ def replace_products(
     chains: int = 0,
     decode: DecodeStage | None = None,
 ) -> Rewritten:
-    """Return a model whose products are operators of native kernels, and its attentions.
+    """Return a model in which operators of native kernels compute products, attentions, norms, gates and activations.
+
+    Operators that are not recognised stay as they are.
 
     model: as `model_file.read_mapped_model` returns it; it is returned unchanged if nothing is replaced.
     folder: of the files with the weights.
