@@ -128,7 +128,11 @@ def test_image_has_what_the_package_is_built_of():
     assert {project["project"]["readme"], *project["project"]["license-files"]} <= set(copied)
     (extras,) = [line.partition("=")[2] for line in lines if line.startswith("ARG EXTRAS=")]
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
-    kept = [line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert set(copied) == set(kept)
+    patterns = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert set(copied) == {pattern[1:] for pattern in patterns if pattern.startswith("!")}
+    (install,) = [line for line in lines if line.startswith("RUN ") and "pip install" in line]
+    kernels = install.split()[-1].removeprefix("./")
+    assert (ROOT / kernels / "CMakeLists.txt").exists()
+    assert not [pattern for pattern in patterns if kernels.startswith(pattern)], "the native kernels are not copied"
     (last,) = [line.removeprefix("CMD ") for line in lines if line.startswith("CMD ")]
     assert yaml.safe_load(last)[0] in project["project"]["scripts"]

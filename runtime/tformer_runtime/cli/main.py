@@ -146,7 +146,8 @@ def main(
         if info:
             manifest = read_manifest(model)
             facts = {**file_info(model, manifest), **machine_facts(manifest)}
-            click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(info_lines(facts)))
+            lines = info_lines({**facts, "kernels": facts["kernels"] or "none, onnxruntime's operators"})
+            click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(lines))
             return
         if tables.ray:
             from tformer_runtime.cli.tables import run_table_job  # 15 ms that other runs do not need
