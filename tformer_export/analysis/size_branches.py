@@ -201,8 +201,8 @@ def _ends_for_some_ids(
     name = captured.step_name
     if name is None or (name, 1) not in axes or inputs[name].is_floating_point():
         return False
-    ids = inputs[name].flatten().unique()[:COUNTED_IDS]
-    alike = [inputs | {name: torch.full_like(inputs[name], int(i))} for i in ids]
+    ids = sorted({*inputs[name].flatten().tolist()})[:COUNTED_IDS]
+    alike = [inputs | {name: torch.full_like(inputs[name], i)} for i in ids]
     return any(not _runs(source, one) and _runs(source, _sized(one, axes, limit)) for one in alike)
 
 
