@@ -2,7 +2,7 @@
 
 The faster form depends on the sizes and the machine, so it is a kernel choice that `tune` measures. The operator is the
 default. With several beams on one row of the context it is faster. Elsewhere the products are faster by themselves, but
-few requests notice. Figures: docs/design/kernels.md.
+few requests notice. Figures: docs/design/kernels.md#products-and-softmax.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the only one that supports attention sinks. So each node gets a sink that no row
 maximum) is zero.
 
 All scores at once are faster for long sequences and slower for short ones, so files of short sequences stay as they
-are. Figures: docs/design/kernels.md.
+are. Figures: docs/design/kernels.md#all-scores-at-once.
 
 Scores take rows · heads · new tokens · slots floats. A step whose scores would take more than MAX_SCORE_BYTES runs
 block by block, in a branch of an `If`. Files that cannot reach this size have no branch.

@@ -2,7 +2,7 @@
 
 One product of the concatenated weights starts one kernel in the place of several, which makes steps of few rows faster.
 Where an attention operator takes packed queries, keys and values, not even a split remains. It gains most with int8,
-because activations are rounded once for all projections. Figures: docs/design/kernels.md.
+because activations are rounded once for all projections. Figures: docs/design/kernels.md#projections-of-one-value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Let attention take queries, keys and values packed, as one projection computes them, without a split before it.
 
 GroupQueryAttention takes one tensor of queries, keys and values in this order. It is the whole result of a projection
-whose columns are split into the three: docs/design/kernels.md.
+whose columns are split into the three: docs/design/kernels.md#other-ways-to-write-a-layer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replace x / √(mean(x²) + ε) · w by RMSNormalization (Zhang and Sennrich 2019), a standard operator.
 
-It is faster than the operators that it replaces: docs/design/kernels.md.
+It is faster than the operators that it replaces: docs/design/kernels.md#norms-and-sums.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 becomes the same operators between (…, K) and (…, N), with MatMul and Add in the place of Gemm. Layers that call
 `torch.addmm` are written like this. Other passes, the quantisation and the runtime then find the operators of
-`torch.nn.Linear`: docs/design/kernels.md.
+`torch.nn.Linear`: docs/design/kernels.md#other-ways-to-write-a-layer.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ namespace tformer {
 namespace {
 
 // Products of numbers that a batch must have to be divided. Each thread then reads all weights. These must be small enough for
-// the caches, or so few for each of its rows that the products take longer (docs/design/kernels.md#chains).
+// the caches, or so few for each of its rows that the products take longer (docs/design/native-kernels.md#chains).
 constexpr size_t DIVIDED_PRODUCTS = 1 << 22, CACHED_BYTES = 1 << 23, BYTES_OF_ROW = 384 << 10;
 constexpr size_t MAX_PARTS = 64;
 

@@ -3,7 +3,7 @@
 The library registers operators with onnxruntime, which take the place of standard operators when a file is loaded
 (`rewriting.product_rewrite`). Results of quantised products have the same bits; the others differ in their last bits.
 Without the library, or on a processor that it has no path for, files run as they are. Figures:
-docs/design/kernels.md#native-kernels.
+docs/design/native-kernels.md.
 
 The environment variable TFORMER_KERNELS chooses: `0` for no kernels; the name of a path, which then computes all
 operators that the kernels know, if the processor has it; `products` to leave all but products to onnxruntime; `apart`

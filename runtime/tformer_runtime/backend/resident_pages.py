@@ -35,7 +35,7 @@ def mapped_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array of zeros whose pages go back to the system with the array, but for a few MB in all.
 
     glibc has many heaps, and keeps up to 64 MB of freed memory at the end of each, once a program has freed a large
-    block: blocks of up to 32 MB then come from the heaps (docs/design/kernels.md). Small arrays, and all arrays on
+    block: blocks of up to 32 MB then come from the heaps (docs/design/runtime.md). Small arrays, and all arrays on
     systems without private anonymous mappings, are `np.zeros`. Raise MemoryError if the system refuses the memory.
 
     New pages cost more than the steps of a small model. So the latest mappings of at most _MAX_KEPT_BYTES are kept, and
@@ -136,7 +136,7 @@ def trim_heap() -> None:
     """Return freed memory that the C library keeps to the system. Does nothing with C libraries other than glibc.
 
     While onnxruntime packs weights for its kernels, it frees several bytes for each weight, most of which glibc keeps
-    (docs/design/kernels.md). The pages that `mapped_zeros` keeps are returned, too.
+    (docs/design/runtime.md). The pages that `mapped_zeros` keeps are returned, too.
     """
     _kept_pages.clear()
     try:

@@ -92,7 +92,7 @@ class Session:
             CPU.
         threads: threads of one operator; by default the manifest's number, or one per physical core. Waiting threads
             spin, which is fast on an idle machine. Choose fewer if other processes use the cores (see
-            docs/design/kernels.md).
+            docs/design/runtime.md#sessions-and-threads).
         split_stages: whether each stage has its own session; by default on CUDA only.
         verify: whether the file is compared with its digest, in a thread while onnxruntime opens it.
         max_run_seconds: the deadline of a run on the CPU; by default none, or `LOOP_SECONDS` for a graph with loops.

@@ -11,7 +11,7 @@ from tformer_runtime.base.arrays import F32, Ints
 
 Ranking = Callable[[F32, F32, Ints, F32, int], tuple[F32, F32, Ints, Ints]]
 
-_BLOCK_COLUMNS = 32  # the fastest size: docs/design/kernels.md
+_BLOCK_COLUMNS = 32  # the fastest size: docs/design/runtime.md#search-on-the-host
 
 
 def find_ranking() -> Ranking:

@@ -57,7 +57,7 @@ class Grammar:
         A definition may come from a stranger: its size is bounded here, and llguidance bounds the states and steps of
         its lexer and parser.
         Cost: milliseconds, and more for thousands of choices and for the first \\w; microseconds for each id of a new
-        tokenizer (docs/design/kernels.md).
+        tokenizer (docs/design/runtime.md).
         Raise OptionError or MissingExtraError.
         """
         if kind not in ("regex", "json_schema", "grammar", "choices"):
@@ -98,7 +98,7 @@ class Guide:
         """Set the scores (vocabulary,) of forbidden tokens to −inf. End tokens are allowed if the text is complete.
 
         Cost: microseconds; most where each step has another state and most ids must be checked, as in "[a-z ]{1,200}"
-        (docs/design/kernels.md). Raise OptionError if no token is allowed, or if the grammar has become too large for
+        (docs/design/runtime.md). Raise OptionError if no token is allowed, or if the grammar has become too large for
         llguidance. If the vocabulary lacks some bytes, a grammar or the patterns of a schema may need a text that it
         cannot spell. So may a regex, if decode joins words by spaces and there are more than 512 words.
         """

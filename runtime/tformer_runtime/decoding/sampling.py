@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # hundred numbers and rounds by 2⁻²⁴ each time, 2e-5 in all. The error of an exponential is smaller: 2⁻²², and as much
 # for its argument.
 DEVICE_SUM_TOLERANCE = 1e-4
-_BLOCK_VALUES = 1 << 17  # logits that are processed together; faster than all at once: docs/design/kernels.md
+_BLOCK_VALUES = 1 << 17  # logits that are processed together; faster than all at once: docs/design/runtime.md
 _HOST_SUM_TOLERANCE = 1e-9  # the maximum relative error in float64 of sums over a vocabulary, and of exponentials
 
 

@@ -33,7 +33,7 @@ DEADLINE_MESSAGE = "the deadline passed before the request was finished"
 MAX_PREFILL_POSITIONS = MappingProxyType({"cpu": 4096, "cuda": 16384})
 """Device → the maximum number of padded prompt and source positions that one call computes before the first token.
 
-More positions are no faster, and the memory of attention scores grows with them: docs/design/kernels.md."""
+More positions are no faster, and the memory of attention scores grows with them: docs/design/runtime.md."""
 
 
 class RunningBatch(Protocol):

@@ -30,7 +30,7 @@ from tformer_runtime.engine.step_outputs import StepHistory
 if TYPE_CHECKING:
     from tformer_runtime.decoding.options import Settings
 
-# The cost of another token in a step, relative to a step over one token (docs/design/kernels.md).
+# The cost of another token in a step, relative to a step over one token (docs/design/runtime.md#more-tokens-in-a-step).
 TOKEN_COST = 0.1
 SMALL_BATCH_TOKEN_COST = 0.3  # with kernels for small batches
 

@@ -48,7 +48,7 @@ from tformer_runtime.format.manifest import (
 )
 from tformer_runtime.format.model_file import read_metadata
 
-PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/kernels.md)
+PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/runtime.md#prompts-and-buffers)
 MAX_LOOP_LOGITS = 1 << 24  # numbers of the logits of a greedy loop, which no budget counts
 MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
 

@@ -418,7 +418,7 @@ class KVCache:
         """Return the slots of new buffers: at most the expected maximum of the rows, unless they need more.
 
         If the maximum is small, the buffers have all these slots at once, because growing takes time
-        (docs/design/kernels.md).
+        (docs/design/runtime.md#prompts-and-buffers).
         """
         maximum = 0 if max_slots is None else int(max_slots.max(initial=0))
         if required > maximum:

@@ -8,7 +8,7 @@ import type { Manifest } from "../format/manifest.js";
  * The limits and features of an adapter that kernels of onnxruntime may use: all that it offers of them.
  *
  * The feature "subgroups" is left out: with it attention over 33 and more new positions is wrong on an adapter whose
- * subgroups have 4 lanes (docs/design/kernels.md#attention-on-webgpu). Without it the kernels share memory instead.
+ * subgroups have 4 lanes (docs/design/runtime.md#attention-on-webgpu). Without it the kernels share memory instead.
  */
 const LIMITS = [
   "maxBindGroups",

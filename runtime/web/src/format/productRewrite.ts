@@ -14,7 +14,7 @@
  *
  * The branch for few rows (`few_rows_branch.py`) has the same products for other processors. It is left out.
  *
- * Figures: docs/design/kernels.md#products-in-webassembly.
+ * Figures: docs/design/runtime.md#products-in-webassembly.
  */
 
 import type { Dtype } from "../base/arrays.js";
