@@ -28,6 +28,7 @@ from tformer_export.analysis.size_branches import (
     gives,
     gives_at,
     limit_by_branches,
+    limit_by_counted_positions,
     limit_lengths,
     refuse_courses_beyond,
     refuse_other_courses,
@@ -98,6 +99,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     place_by_count(graph)
     refuse_half(graph)
     refuse_random(graph, rehearse(source))
+    limit_by_counted_positions(graph, source, max_length or source.max_length or DEFAULT_LENGTH)
     refuse_short_limits(graph, source)
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 

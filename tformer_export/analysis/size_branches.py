@@ -7,6 +7,7 @@ the greatest length for which they hold becomes a limit of the file. A branch th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from torch.fx import Node
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.graph_cleanup import drop_assertions
-from tformer_export.capture.trace import CapturedGraph, count_ids
+from tformer_export.capture.trace import ID_MOVES, CapturedGraph, count_ids
 from tformer_export.capture.trace_errors import explain_branch
 from tformer_export.common.fx_nodes import DENSE_SIZES, as_function, aten, expression, meta, source_line
 from tformer_export.common.module_state import is_same, restored
@@ -28,6 +29,7 @@ from tformer_runtime.base.errors import UnsupportedModelError
 BETWEEN = 8  # sizes between the dense ones
 COMPARED = 4  # of the sizes at which a condition fails
 COUNTED_IDS = 2  # of which sequences of one id are made
+MAX_COUNTED = 1024  # positions at which forward is run to find whether its tables are long enough
 MAX_ROWS = 64  # of a batch at which conditions are evaluated
 TOLERANCE = 1e-3  # of the range of the outputs that a mask does not hide; another course differs by more
 HIDDEN = 1e4  # below the greatest output: masks write −1e4, −1e9 or the least number
@@ -198,12 +200,58 @@ def _ends_for_some_ids(
     Many models count the positions of the ids that are no padding. So they run on longer sequences that have padding.
     Of two ids, one is no padding.
     """
-    name = captured.step_name
-    if name is None or (name, 1) not in axes or inputs[name].is_floating_point():
+    if (captured.step_name, 1) not in axes:
         return False
-    ids = sorted({*inputs[name].flatten().tolist()})[:COUNTED_IDS]
-    alike = [inputs | {name: torch.full_like(inputs[name], i)} for i in ids]
+    alike = _of_one_id(captured, inputs)
     return any(not _runs(source, one) and _runs(source, _sized(one, axes, limit)) for one in alike)
+
+
+def _of_one_id(captured: CapturedGraph, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return inputs for some ids, each with one id at all positions; the same inputs if they are numbers."""
+    name = captured.step_name or ""
+    if inputs[name].is_floating_point():
+        return [inputs]
+    ids = sorted({*inputs[name].flatten().tolist()})[:COUNTED_IDS]
+    return [inputs | {name: torch.full_like(inputs[name], i)} for i in ids]
+
+
+def limit_by_counted_positions(captured: CapturedGraph, source: Source, longest: int) -> None:
+    """Limit the length to that at which forward runs, in place, if it counts positions by data and looks them up.
+
+    `self.positions((ids != 7).cumsum(1))` is no table over positions, whose end staging would find.
+
+    Cost: none without such a lookup. Else two runs of forward with one row, of `MAX_COUNTED` positions at most; if one
+    fails, as many as the logarithm of that number.
+    """
+    time = captured.time
+    if time is None:
+        return
+    lookup = next((n for n in captured.nodes if n.target is aten.embedding.default and _counts(captured, n)), None)
+    if lookup is None:
+        return
+    axes = _length_axes(captured, time)
+
+    def fails(length: int) -> bool:
+        return not all(_runs(source, one) for one in _of_one_id(captured, _sized(source.example, axes, length)))
+
+    high = min(longest, captured.limits.get(time, longest), MAX_COUNTED)
+    if fails(high) and not fails(1):
+        captured.limits[time] = 1 + bisect_left(range(2, high), True, key=fails)
+        captured.limit_lines[time] = source_line(lookup)
+
+
+def _counts(captured: CapturedGraph, lookup: Node) -> bool:
+    """Return whether what is looked up follows from the step input, and is not its ids themselves."""
+    todo, seen, moves = [lookup.args[1]], set(), True
+    step = captured.inputs[captured.step_name or ""]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, Node) or node in seen or node.target is aten.sym_size.int:
+            continue
+        seen.add(node)
+        moves = moves and (node is step or node.target in ID_MOVES)
+        todo += node.all_input_nodes
+    return step in seen and not moves
 
 
 def _runs(source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:

@@ -119,5 +119,23 @@ def test_padding_makes_a_table_of_counted_positions_no_longer(tmp_path):
     assert export(source, tmp_path / "model.onnx").max_length == TABLE - 1
 
 
+class Undeclared(CountedPositions):
+    """Its padding is not declared, so no table of the file ends where that of the positions does."""
+
+    def forward(self, ids):
+        keep = ids != 0
+        return self.head(self.tokens(ids) + self.positions(keep.cumsum(1) * keep))
+
+
+def test_table_of_positions_that_data_count_is_a_limit(tmp_path):
+    example = {"ids": torch.tensor([[1, 12, 0, 3], [14, 5, 0, 0]])}
+    torch.manual_seed(0)
+    report = export(Undeclared().eval(), tmp_path / "model.onnx", example, "ids")
+    assert report.max_length == TABLE - 1
+    assert re.fullmatch(rf"{TABLE - 1}, limited by .*self\.positions.*", row_of_maximum(report))
+    with pytest.raises(UnsupportedModelError, match=rf"at a length of {TABLE}: at most {TABLE - 1} is possible, by .*"):
+        export(Undeclared().eval(), tmp_path / "longer.onnx", example, "ids", max_length=TABLE)
+
+
 def row_of_maximum(report):
     return dict(report.rows())["maximum length"]
