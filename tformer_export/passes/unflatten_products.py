@@ -76,7 +76,8 @@ def _operators_before(last: ir.Node) -> _RowOperators | None:
             exact = [one for one in found if len(one.shape or ()) == rank]
             return _RowOperators([*exact, *found][0], nodes, last)
         index = _row_input(node)
-        if index is None or only_user(value) is None or len(nodes) == _MAX_OPERATORS:
+        is_outside = node.graph is not last.graph  # a result of another graph may be no output of this one
+        if index is None or is_outside or only_user(value) is None or len(nodes) == _MAX_OPERATORS:
             return None
         nodes.insert(0, node)
         value = node.inputs[index]

@@ -178,6 +178,30 @@ def test_other_reshapes_and_products_are_unchanged(name):
     assert {"Gemm", "MatMul", "Relu"} & {*before}
 
 
+def test_reshape_in_a_branch_of_a_product_outside_is_unchanged():
+    """The branch would return a value of the graph around it, which no branch may."""
+
+    def branches(m, x):
+        y = torch.mm(x.view(-1, K), m.w)
+        back = lambda y, z: y.view(*z.shape[:-1], N) * 1.0  # noqa: E731
+        return torch.cond(x.sum() > 0, back, lambda y, z: z.repeat(1, 1, 2)[..., :N] * 2, (y, x))
+
+    for sign in (1, -1):
+        count, model = changed_graph(Module(branches), rows(3, 5).abs() * sign)
+        assert count == 0
+        assert kinds(model).count("MatMul") == 1
+
+
+def test_products_in_a_branch_are_found():
+    def branches(m, x):
+        product = lambda z: torch.mm(z.view(-1, K), m.w).view(*z.shape[:-1], N)  # noqa: E731
+        return torch.cond(x.sum() > 0, product, lambda z: z.repeat(1, 1, 2)[..., :N] * 2, (x,))
+
+    for sign in (1, -1):
+        count, _ = changed_graph(Module(branches), rows(3, 5).abs() * sign)
+        assert count == 1
+
+
 def test_sizes_without_names_are_no_proof():
     """Shape inference may know that an axis exists, but not its size."""
     model = graph_of(Module(PLAIN["addmm"][0]), rows(3, 5))
