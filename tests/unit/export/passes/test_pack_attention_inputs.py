@@ -61,10 +61,13 @@ PARTS = {
 }
 
 
-def attention_model(parts, outputs=(), groups=GROUPS, width=ALL):
-    """Return a model of the causal attention of a projection of x. outputs: names of further ones."""
+def attention_model(parts, outputs=(), groups=GROUPS, width=ALL, product_width=None):
+    """Return a model of the causal attention of a projection of x.
+
+    outputs: names of further ones. product_width: that of the bias by default.
+    """
     random = np.random.default_rng(0)
-    weights = {"w": random.standard_normal((INNER, width)) / 3, "b": random.standard_normal(width)}
+    weights = {"w": random.standard_normal((INNER, product_width or width)) / 3, "b": random.standard_normal(width)}
     weights = {name: array.astype(np.float32) for name, array in weights.items()}
     weights |= {name: np.array(sizes) for name, sizes in SIZES.items()}
     weights |= {name: np.array([number]) for name, number in NUMBERS.items()}
@@ -175,6 +178,14 @@ def test_part_that_something_else_reads_stays(part):
         remove_unused.run(model)
         for actual, wanted in zip(run(model, x, ["y", "other"]), expected, strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_bias_that_is_wider_than_its_product_stays():
+    """All columns of the sum have the one column of the product, which cannot have two scales."""
+    x, model = drawn(), attention_model(PARTS["split"], product_width=1)
+    expected = run(model, x)
+    assert fold_attention_scale.run(model) == 1
+    np.testing.assert_allclose(run(model, x)[0], expected[0], rtol=0, atol=TOLERANCE)
 
 
 def test_queries_that_are_an_output_stay():
