@@ -97,8 +97,10 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 
 PASSES = (
     Pass("gelu", _without_settings(gelu.run), portable=True),
+    Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
-    # After the passes before it: a Gelu may stand between two products. The next passes find more products then.
+    # After the passes before it: a Gelu, or a reshape to the same rows, may stand between two products. The next passes
+    # find more products then.
     Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),

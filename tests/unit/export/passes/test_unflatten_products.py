@@ -8,7 +8,7 @@ from support.torch_graphs import assert_results_of_torch, graph_of, kinds
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tformer_export.passes import gelu, remove_unused, unflatten_products
+from tformer_export.passes import gelu, remove_unused, run_passes, unflatten_products
 
 K, N = 8, 12
 TOLERANCE = (
@@ -94,6 +94,20 @@ def test_spelled_out_gelu_between_products_is_one_operator():
     count, model = changed_graph(Module(layers), rows(3, 5) / 4, [gelu.run, remove_unused.run])
     assert count == 2
     assert kinds(model) == ["MatMul", "Add", "Gelu", "MatMul", "Add"]
+
+
+def test_product_of_a_product_is_found():
+    """Such as a matrix of low rank. Between them the rows are restored and flattened again."""
+
+    def low_rank(m, x):
+        y = torch.mm(x.view(-1, K), m.w).view(*x.shape[:-1], N)
+        return torch.addmm(m.b2, y.view(-1, N), m.w2).view(x.shape)
+
+    module, x = Module(low_rank), rows(3, 5)
+    model = graph_of(module, x)
+    assert run_passes(model, 48)["unflatten_products"] == 2
+    assert_results_of_torch(model, module, x, tolerance=TOLERANCE)
+    assert kinds(model) == ["MatMul", "MatMul", "Add"]
 
 
 def test_products_of_the_same_flattened_rows_are_each_found():
