@@ -116,10 +116,11 @@ PASSES = (
     ),
     Pass("tie_embeddings", _without_settings(tie_embeddings.run), portable=True),
     Pass("transposed_matmul", _without_settings(transposed_matmul.run), web=False),
+    # Before merge_projections, which adds columns to a projection if another one reads the same value.
+    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass(
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),
-    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # Before the pass that removes the shapes of results. For a CPU there is no gain.
     Pass("skip_norm", _without_settings(skip_norm.run), lambda settings: settings.target == "cuda"),

@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 from support.small_graphs import model_of
 
-from tformer_export.passes import fold_attention_scale, pack_attention_inputs, remove_unused
+from tformer_export.passes import fold_attention_scale, pack_attention_inputs, remove_unused, run_passes
 from tformer_export.passes.column_blocks import ColumnBlock, find_column_block
 
 HEADS, GROUPS, SIZE, INNER = 4, 2, 8, 24
@@ -124,6 +124,18 @@ def test_attention_takes_the_projection(name, folds):
     np.testing.assert_allclose(run(model, drawn())[0], expected, rtol=0, atol=TOLERANCE)
     if not is_scaled_apart:
         assert [node.op_type for node in model.graph] == ["MatMul", "Add", "GroupQueryAttention"]
+
+
+def test_projection_that_is_merged_with_another_is_packed():
+    """Such as one of a feed-forward layer beside the attention. One split remains, between the two projections."""
+    parts = [*PARTS["split"], helper.make_node("MatMul", ["x", "w"], ["other"])]
+    x, model = drawn(), attention_model(parts, ["other"])
+    expected = run(model, x, ["y", "other"])
+    counts = run_passes(model, LENGTH)
+    assert (counts["pack_attention_inputs"], counts["merge_projections"]) == (1, 1)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Split", "GroupQueryAttention"]
+    for actual, wanted in zip(run(model, x, ["y", "other"]), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
 
 
 OTHERS = {
