@@ -85,7 +85,7 @@ def _operators_before(last: ir.Node) -> _RowOperators | None:
 
 
 def _before_reshapes(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the values of which a value is the reshape, of one reshape and of several one after another."""
+    """Yield the inputs of the reshapes that compute a value one after another, from the last reshape to the first."""
     node = value.producer()
     while node is not None and node.op_type in ("Reshape", "Identity") and not node.domain:
         if node.inputs[0] is None:
@@ -95,25 +95,20 @@ def _before_reshapes(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _keep_rows(source: ir.Value, flat: ir.Value, last: ir.Node) -> bool:
-    """Return whether `last` restores the first axes of `source`, and a row of `flat` is what one place of these holds.
+    """Return whether `last` restores the first axes of `source`, and a row of `flat` is one place of these axes.
 
-    The sizes must be known, by number or by the name of a traced symbol.
+    The sizes must be known, by number or by the name of a traced symbol. The width of the result follows from them.
     """
     restored = last.outputs[0].shape
-    rows = last.inputs[0].shape if last.inputs[0] is not None else None
-    if source.shape is None or flat.shape is None or rows is None or restored is None:
+    if source.shape is None or flat.shape is None or restored is None or len(flat.shape) != 2:
         return False
     leading, width = len(restored) - 1, flat.shape[-1]
-    if len(flat.shape) != 2 or len(rows) != 2 or leading < 1 or len(source.shape) <= leading:
-        return False
-    is_known = all(isinstance(size, int) or size.value is not None for size in restored)
     return (
-        is_known
+        0 < leading < len(source.shape)
+        and all(isinstance(size, int) or size.value is not None for size in restored[:leading])
         and list(source.shape[:leading]) == list(restored[:leading])
         and isinstance(width, int)
         and _joined_width(source, leading) == width
-        and isinstance(restored[-1], int)
-        and restored[-1] == rows[-1]
     )
 
 

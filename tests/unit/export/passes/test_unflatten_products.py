@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import pytest
 import torch
 from support.torch_graphs import assert_results_of_torch, graph_of, kinds
@@ -168,6 +169,10 @@ OTHERS = {
     "a result in other rows": lambda m, x: torch.mm(x.view(-1, K), m.w).view(*x.shape[:-1], 2, N // 2),
     "a factor": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.w, alpha=2).view(*x.shape[:-1], N),
     "a factor of the bias": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.w, beta=0.5).view(*x.shape[:-1], N),
+    "a bias that is computed": lambda m, x: torch.addmm(
+        x.view(-1, K).sum(-1, keepdim=True), x.view(-1, K), m.w
+    ).view(*x.shape[:-1], N),
+    "rows of two axes": lambda m, x: (x.view(-1, 1, K) @ m.w).view(*x.shape[:-1], N),
     "a matrix that is computed": lambda m, x: torch.mm(x.view(-1, K), x.view(-1, K).T @ x.view(-1, K)).view(x.shape),
     "a sum of rows": lambda m, x: torch.mm(x.view(-1, K), m.w).cumsum(0).view(*x.shape[:-1], N),
     "a bias of rows": lambda m, x: (torch.mm(x.view(-1, K), m.w) + x.view(-1, K)[:, :1]).view(*x.shape[:-1], N),
@@ -219,10 +224,16 @@ def test_products_in_a_branch_are_found():
 def test_sizes_without_names_are_no_proof():
     """Shape inference may know that an axis exists, but not its size."""
     model = graph_of(Module(PLAIN["addmm"][0]), rows(3, 5))
-    for node in model.graph:
-        for value in node.outputs:
-            if value.shape is not None and len(value.shape) == 3:
-                value.shape = type(value.shape)([None, None, value.shape[-1]])
+    for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
+        if value.shape is not None and len(value.shape) == 3:
+            value.shape = type(value.shape)([None, None, value.shape[-1]])
+    assert unflatten_products.run(model) == 0
+
+
+def test_product_of_transposed_rows_is_unchanged():
+    model = graph_of(Module(lambda m, x: torch.addmm(m.b2, x.view(-1, K), m.w[:, :K]).view(x.shape)), rows(2, K // 2))
+    (gemm,) = (node for node in model.graph if node.op_type == "Gemm")
+    gemm.attributes["transA"] = ir.AttrInt64("transA", 1)
     assert unflatten_products.run(model) == 0
 
 
