@@ -45,7 +45,7 @@ OTHERS = {
     "a root cut off": lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41421)),
     "erf of the cubic": lambda x: 0.5 * x * (1 + torch.erf(C * (x + 0.044715 * x**3))),
     "a divisor": lambda x: 0.5 / x * (1 + torch.erf(x / math.sqrt(2.0))),
-    "the sum as a divisor": lambda x: 0.25 * x * (0.5 / (1 + torch.erf(x / math.sqrt(2.0)))),
+    "the sum as a divisor": lambda x: 0.25 * x * (torch.tensor(0.5) / (1 + torch.erf(x / math.sqrt(2.0)))),
     "the sum twice": lambda x: (lambda total: 0.5 * x * (total * total))(1 + torch.erf(x / math.sqrt(2.0))),
     "doubles": lambda x: (lambda y: 0.5 * y * (1 + torch.erf(y / math.sqrt(2.0))))(x.double()),
     "no sum": lambda x: 0.5 * x * torch.tanh(C * (x + 0.044715 * x**3)),
