@@ -54,6 +54,12 @@ def is_float_weight(value: ir.Value | None, rank: int) -> bool:
     return tensor is not None and len(tensor.shape) == rank and tensor.dtype == ir.DataType.FLOAT
 
 
+def is_bias(value: ir.Value | None, weight: ir.TensorProtocol) -> bool:
+    """Return whether a value is a float32 vector that has a number for each column of a weight, or one for all."""
+    tensor = value.const_value if value is not None and is_float_weight(value, 1) else None
+    return tensor is not None and tensor.size in (1, weight_sizes(weight)[-1])
+
+
 def transposed_weight(value: ir.Value | None) -> ir.Value | None:
     """Return the float32 matrix of which a value is the transpose; None for other values."""
     node = value.producer() if value is not None else None

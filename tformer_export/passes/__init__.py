@@ -97,8 +97,10 @@ def _can_hold_all_scores(settings: PassSettings) -> bool:
 
 PASSES = (
     Pass("gelu", _without_settings(gelu.run), portable=True),
+    Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
-    # After the passes before it: a Gelu may stand between two products. The next passes find more products then.
+    # After the passes before it: a Gelu, or a reshape to the same rows, may stand between two products. The next passes
+    # find more products then.
     Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
     Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
@@ -114,10 +116,11 @@ PASSES = (
     ),
     Pass("tie_embeddings", _without_settings(tie_embeddings.run), portable=True),
     Pass("transposed_matmul", _without_settings(transposed_matmul.run), web=False),
+    # Before merge_projections, which adds columns to a projection if another one reads the same value.
+    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass(
         "merge_projections", _without_settings(merge_projections.run), partial(_has_default, PROJECTIONS), portable=True
     ),
-    Pass("pack_attention_inputs", _without_settings(pack_attention_inputs.run)),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # Before the pass that removes the shapes of results. For a CPU there is no gain.
     Pass("skip_norm", _without_settings(skip_norm.run), lambda settings: settings.target == "cuda"),

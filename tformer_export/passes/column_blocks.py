@@ -39,7 +39,10 @@ def find_column_block(value: ir.Value) -> ColumnBlock | None:
 
 
 def is_read_alone(block: ColumnBlock, value: ir.Value) -> bool:
-    """Return whether no reader of the block's source but that which makes `value` reads these columns."""
+    """Return whether `value` alone is computed from these columns of the block's source.
+
+    Cost: the square of the number of parts into which the source is split.
+    """
     if block.source.is_graph_output():
         return False
     others = (result for use in block.source.uses() for result in use.node.outputs if result is not value)
@@ -57,7 +60,7 @@ def _split_bounds(node: ir.Node, part: ir.Value) -> tuple[int, int] | None:
         sizes = _numbers(node.inputs[1])
     else:
         sizes = None if width is None or width % parts else [width // parts] * parts
-    if sizes is None or len(sizes) != parts:
+    if sizes is None:
         return None
     index = node.outputs.index(part)
     return sum(sizes[:index]), sum(sizes[: index + 1])
@@ -73,7 +76,7 @@ def _slice_bounds(node: ir.Node) -> tuple[int, int] | None:
     start, stop, axis, step = [*(n[0] for n in numbers if n is not None), 1][:4]
     if step != 1 or not _is_last(axis, whole):
         return None
-    start, stop, _ = slice(start, min(stop, width)).indices(width)
+    start, stop, _ = slice(start, stop).indices(width)
     return (start, stop) if start < stop else None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.common.ir_edit import constant, derived_tensor, is_float_weight, only_user
+from tformer_export.common.ir_edit import constant, derived_tensor, is_bias, is_float_weight, only_user
 from tformer_export.passes.column_blocks import find_column_block, is_read_alone
 
 
@@ -52,27 +52,39 @@ def _into_projection(model: ir.Model, query: ir.Value, scale: float) -> bool:
             return False
         result, factors = block.source, np.ones(whole.stop, np.float32)
         factors[block.start : block.stop] = scale
-    bias_sum, bias_index = result.producer(), None
-    if bias_sum is not None and bias_sum.op_type == "Add":
-        bias_index = next((i for i, value in enumerate(bias_sum.inputs) if is_float_weight(value, 1)), None)
-    product_result = result if bias_sum is None or bias_index is None else bias_sum.inputs[1 - bias_index]
-    product = product_result.producer() if product_result is not None else None
-    if product_result is None or product is None or product.op_type != "MatMul" or product.domain:
+    projection = _projection(result)
+    if projection is None:
         return False
-    weight = product.inputs[1]
-    if weight is None or not is_float_weight(weight, 2) or only_user(weight) is None:
-        return False
-    if product_result is not result and only_user(product_result) is None:
-        return False
+    weight, bias = projection
     _scale(weight, factors)
-    if bias_sum is not None and bias_index is not None:
+    if bias is not None:
         # The scaled bias is a new constant because other nodes may read the bias, such as one of zeros.
-        bias = bias_sum.inputs[bias_index]
-        assert bias is not None
+        bias_sum = result.producer()
+        assert bias_sum is not None
         assert bias.const_value is not None
-        numbers = bias.const_value.numpy() * factors
-        bias_sum.replace_input_with(bias_index, constant(model, f"{bias_sum.outputs[0].name}.bias", numbers))
+        scaled = constant(model, f"{result.name}.bias", bias.const_value.numpy() * factors)
+        bias_sum.replace_input_with(bias_sum.inputs.index(bias), scaled)
     return True
+
+
+def _projection(result: ir.Value) -> tuple[ir.Value, ir.Value | None] | None:
+    """Return the weight of the projection that computes a value, and its bias, if it has one.
+
+    Return None if the value is no result of a projection, or if other nodes read the weight or the product.
+    """
+    node, bias = result.producer(), None
+    if node is not None and node.op_type == "Add" and not node.domain:
+        bias = next((value for value in node.inputs if is_float_weight(value, 1)), None)
+        product = next((value for value in node.inputs if value is not bias), None)
+        node = product.producer() if product is not None and bias is not None and only_user(product) else None
+    if node is None or node.op_type != "MatMul" or node.domain:
+        return None
+    weight = node.inputs[1]
+    if weight is None or weight.const_value is None or not is_float_weight(weight, 2) or only_user(weight) is None:
+        return None
+    if bias is not None and not is_bias(bias, weight.const_value):
+        return None
+    return weight, bias
 
 
 def _scale(value: ir.Value, factors: np.ndarray) -> None:

@@ -80,7 +80,7 @@ def _last_product(root: ir.Node, x: ir.Value) -> ir.Node | None:
     last, factor = total, {0: 1.0}
     while not _is_equal(factor, _HALF):
         value, node = last.outputs[0], only_user(last.outputs[0])
-        if node is None or node.op_type not in ("Mul", "Div") or node.domain or [*node.inputs].count(value) != 1:
+        if node is None or node.op_type not in ("Mul", "Div") or node.domain:
             return None
         if node.op_type == "Div" and node.inputs[0] is not value:
             return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.common.ir_edit import add_constant, is_float_weight, only_user, replace_value, weight_sizes
+from tformer_export.common.ir_edit import add_constant, is_bias, is_float_weight, only_user, replace_value, weight_sizes
 
 # A step has no more projections of one value. The many cross projections of an encoder gain nothing.
 MAX_MERGED_PROJECTIONS = 4
@@ -68,9 +68,10 @@ def run(model: ir.Model) -> int:
 def _projection(node: ir.Node) -> _Projection | None:
     if node.op_type != "MatMul" or node.domain or node.inputs[0] is None or not is_float_weight(node.inputs[1], 2):
         return None
-    user = only_user(node.outputs[0])
-    has_bias = user is not None and user.op_type == "Add" and any(is_float_weight(v, 1) for v in user.inputs)
-    return _Projection(node, user if has_bias else None)
+    projection, user = _Projection(node, None), only_user(node.outputs[0])
+    if user is not None and user.op_type == "Add" and any(is_bias(v, projection.weight) for v in user.inputs):
+        projection.bias = user
+    return projection
 
 
 def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Projection]) -> None:

@@ -32,9 +32,7 @@ def _packed_source(node: ir.Node) -> ir.Value | None:
     query, key, value = blocks
     if query is None or key is None or value is None:
         return None
+    whole = find_column_block(query.source)
     is_one_value = query.source is key.source is value.source
     are_neighbours = query.start == 0 and query.stop == key.start and key.stop == value.start
-    whole = find_column_block(query.source)
-    if not is_one_value or not are_neighbours or whole is None or whole.stop != value.stop:
-        return None
-    return query.source if key.stop - key.start == value.stop - value.start else None
+    return query.source if is_one_value and are_neighbours and whole is not None and value.stop == whole.stop else None

@@ -76,7 +76,8 @@ def _operators_before(last: ir.Node) -> _RowOperators | None:
             exact = [one for one in found if len(one.shape or ()) == rank]
             return _RowOperators([*exact, *found][0], nodes, last)
         index = _row_input(node)
-        if index is None or only_user(value) is None or len(nodes) == _MAX_OPERATORS:
+        is_outside = node.graph is not last.graph  # a result of another graph may be no output of this one
+        if index is None or is_outside or only_user(value) is None or len(nodes) == _MAX_OPERATORS:
             return None
         nodes.insert(0, node)
         value = node.inputs[index]
@@ -84,7 +85,7 @@ def _operators_before(last: ir.Node) -> _RowOperators | None:
 
 
 def _before_reshapes(value: ir.Value) -> Iterator[ir.Value]:
-    """Yield the values of which a value is the reshape, of one reshape and of several one after another."""
+    """Yield the inputs of the reshapes that compute a value one after another, from the last reshape to the first."""
     node = value.producer()
     while node is not None and node.op_type in ("Reshape", "Identity") and not node.domain:
         if node.inputs[0] is None:
@@ -94,25 +95,20 @@ def _before_reshapes(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _keep_rows(source: ir.Value, flat: ir.Value, last: ir.Node) -> bool:
-    """Return whether `last` restores the first axes of `source`, and a row of `flat` is what one place of these holds.
+    """Return whether `last` restores the first axes of `source`, and a row of `flat` is one place of these axes.
 
-    The sizes must be known, by number or by the name of a traced symbol.
+    The sizes must be known, by number or by the name of a traced symbol. The width of the result follows from them.
     """
     restored = last.outputs[0].shape
-    rows = last.inputs[0].shape if last.inputs[0] is not None else None
-    if source.shape is None or flat.shape is None or rows is None or restored is None:
+    if source.shape is None or flat.shape is None or restored is None or len(flat.shape) != 2:
         return False
     leading, width = len(restored) - 1, flat.shape[-1]
-    if len(flat.shape) != 2 or len(rows) != 2 or leading < 1 or len(source.shape) <= leading:
-        return False
-    is_known = all(isinstance(size, int) or size.value is not None for size in restored)
     return (
-        is_known
+        0 < leading < len(source.shape)
+        and all(isinstance(size, int) or size.value is not None for size in restored[:leading])
         and list(source.shape[:leading]) == list(restored[:leading])
         and isinstance(width, int)
         and _joined_width(source, leading) == width
-        and isinstance(restored[-1], int)
-        and restored[-1] == rows[-1]
     )
 
 

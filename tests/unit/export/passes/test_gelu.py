@@ -38,12 +38,16 @@ OTHERS = {
     "another sum": lambda x: 0.5 * x * (2 + torch.tanh(C * (x + 0.044715 * x**3))),
     "a difference": lambda x: 0.5 * x * (1 - torch.tanh(C * (x + 0.044715 * x**3))),
     "a fourth power": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**4))),
+    "a power that is no whole number": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3.5))),
     "a square more": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3 + 0.1 * x**2))),
     "another factor": lambda x: 0.5 * (x + 1) * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
     "another value": lambda x: 0.5 * x.flip(-1) * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
     "a root cut off": lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41421)),
     "erf of the cubic": lambda x: 0.5 * x * (1 + torch.erf(C * (x + 0.044715 * x**3))),
     "a divisor": lambda x: 0.5 / x * (1 + torch.erf(x / math.sqrt(2.0))),
+    "the sum as a divisor": lambda x: 0.25 * x * (torch.tensor(0.5) / (1 + torch.erf(x / math.sqrt(2.0)))),
+    "the sum twice": lambda x: (lambda total: 0.5 * x * (total * total))(1 + torch.erf(x / math.sqrt(2.0))),
+    "doubles": lambda x: (lambda y: 0.5 * y * (1 + torch.erf(y / math.sqrt(2.0))))(x.double()),
     "no sum": lambda x: 0.5 * x * torch.tanh(C * (x + 0.044715 * x**3)),
 }
 

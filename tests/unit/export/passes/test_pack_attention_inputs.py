@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 from support.small_graphs import model_of
 
-from tformer_export.passes import fold_attention_scale, pack_attention_inputs, remove_unused
+from tformer_export.passes import fold_attention_scale, pack_attention_inputs, remove_unused, run_passes
 from tformer_export.passes.column_blocks import ColumnBlock, find_column_block
 
 HEADS, GROUPS, SIZE, INNER = 4, 2, 8, 24
@@ -61,12 +61,15 @@ PARTS = {
 }
 
 
-def attention_model(parts, outputs=(), groups=GROUPS, width=ALL):
-    """Return a model of the causal attention of a projection of x. outputs: names of further ones."""
+def attention_model(parts, outputs=(), groups=GROUPS, width=ALL, product_width=None, sizes=SIZES):
+    """Return a model of the causal attention of a projection of x.
+
+    outputs: names of further ones. product_width: that of the bias by default. sizes: name → sizes of a split.
+    """
     random = np.random.default_rng(0)
-    weights = {"w": random.standard_normal((INNER, width)) / 3, "b": random.standard_normal(width)}
+    weights = {"w": random.standard_normal((INNER, product_width or width)) / 3, "b": random.standard_normal(width)}
     weights = {name: array.astype(np.float32) for name, array in weights.items()}
-    weights |= {name: np.array(sizes) for name, sizes in SIZES.items()}
+    weights |= {name: np.array(widths) for name, widths in sizes.items()}
     weights |= {name: np.array([number]) for name, number in NUMBERS.items()}
     weights["ends"], weights["length"] = np.full(ROWS, LENGTH - 1, np.int32), np.array(LENGTH, np.int32)
     nodes = [
@@ -123,6 +126,18 @@ def test_attention_takes_the_projection(name, folds):
         assert [node.op_type for node in model.graph] == ["MatMul", "Add", "GroupQueryAttention"]
 
 
+def test_projection_that_is_merged_with_another_is_packed():
+    """Such as one of a feed-forward layer beside the attention. One split remains, between the two projections."""
+    parts = [*PARTS["split"], helper.make_node("MatMul", ["x", "w"], ["other"])]
+    x, model = drawn(), attention_model(parts, ["other"])
+    expected = run(model, x, ["y", "other"])
+    counts = run_passes(model, LENGTH)
+    assert (counts["pack_attention_inputs"], counts["merge_projections"]) == (1, 1)
+    assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Split", "GroupQueryAttention"]
+    for actual, wanted in zip(run(model, x, ["y", "other"]), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
+
+
 OTHERS = {
     "another order": [split("p", ["k", "q", "v"], "others")],
     "keys after values": [split("p", ["q", "v", "k"], "sizes")],
@@ -131,6 +146,11 @@ OTHERS = {
         split("p", ["q", "k0", "v"], "sizes"),
         helper.make_node("Add", ["x", "x"], ["doubled"]),
         cut("doubled", "k", "zero", "kv"),
+    ],
+    "keys of the same columns of another value": [
+        helper.make_node("Neg", ["p"], ["negative"]),
+        split("p", ["q", "k0", "v"], "sizes"),
+        cut("negative", "k", "keys", "values"),
     ],
     "a column twice": [cut("p", "q", "zero", "keys"), cut("p", "k", "one", "one more"), cut("p", "v", "values", "end")],
 }
@@ -154,8 +174,13 @@ def test_parts_along_another_axis_are_unchanged():
     np.testing.assert_array_equal(run(model, drawn(3 * LENGTH))[0], before[0])
 
 
-def test_projection_with_more_columns_is_unchanged():
-    model = attention_model([*PARTS["slices"][:2], cut("p", "v", "values", "end")], width=ALL + SIZE)
+@pytest.mark.parametrize("place", range(4))
+def test_projection_with_more_columns_is_unchanged(place):
+    """They are before the queries, between the parts, or behind the values."""
+    sizes, names = [Q, KV, KV], ["q", "k", "v"]
+    sizes.insert(place, SIZE)
+    names.insert(place, "more")
+    model = attention_model([split("p", names, "with more")], width=ALL + SIZE, sizes={"with more": sizes})
     assert pack_attention_inputs.run(model) == 0
 
 
@@ -177,12 +202,38 @@ def test_part_that_something_else_reads_stays(part):
             np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_queries_that_are_an_output_stay():
-    x, model = drawn(), attention_model(PARTS["split"], ["q"])
-    expected = run(model, x, ["y", "q"])
+def test_bias_that_is_wider_than_its_product_stays():
+    """All columns of the sum have the one column of the product, which cannot have two scales."""
+    x, model = drawn(), attention_model(PARTS["split"], product_width=1)
+    expected = run(model, x)
     assert fold_attention_scale.run(model) == 1
-    for actual, wanted in zip(run(model, x, ["y", "q"]), expected, strict=True):
+    np.testing.assert_allclose(run(model, x)[0], expected[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("output", ["q", "p", "product"])
+def test_output_that_the_queries_are_computed_from_stays(output):
+    x, model = drawn(), attention_model(PARTS["split"], [output])
+    expected = run(model, x, ["y", output])
+    assert fold_attention_scale.run(model) == 1
+    for actual, wanted in zip(run(model, x, ["y", output]), expected, strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_value_with_fewer_columns_than_come_before_the_queries_stays():
+    """It is computed from all columns of the projection, and its own columns are not those of the queries."""
+    parts = [split("p", ["k", "q", "v"], "others"), helper.make_node("ReduceSum", ["p", "last"], ["other"])]
+    x, model = drawn(), attention_model(parts, ["other"])
+    expected = run(model, x, ["y", "other"])
+    assert fold_attention_scale.run(model) == 1
+    for actual, wanted in zip(run(model, x, ["y", "other"]), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_scale_of_packed_inputs_stays():
+    """It would scale the keys and the values too."""
+    model = attention_model(PARTS["split"])
+    assert pack_attention_inputs.run(model) == 1
+    assert fold_attention_scale.run(model) == 0
 
 
 @pytest.mark.parametrize(
@@ -196,6 +247,7 @@ def test_queries_that_are_an_output_stay():
         (cut("x", "a", "two", "one"), [None]),
         (helper.make_node("Slice", ["x", "zero", "most", "last", "two"], ["a"]), [None]),
         (helper.make_node("Slice", ["x", "zero", "y", "last"], ["a"]), [None]),
+        (cut("x", "a", "zero", "one", "zero"), [None]),
     ],
 )
 def test_columns_of_splits_and_slices(node, blocks):

@@ -97,6 +97,16 @@ def test_projections_with_scalar_bias_are_merged():
     assert changed == 1
 
 
+def test_sum_that_is_wider_than_its_product_is_no_bias():
+    """Such as one gate for all heads, with a number of each head added."""
+    proto = projection_model((True, True), (1, 1), bias_shape=(WIDTH,))
+    for value in proto.graph.output:
+        value.type.tensor_type.shape.dim[2].dim_value = WIDTH
+    changed, after = run_pass(merge_projections.run, proto)
+    assert changed == 1
+    assert kinds(after) == ["MatMul", "Split", "Add", "Add"]
+
+
 def test_single_projection_is_unchanged():
     proto = projection_model((True,), (WIDTH,))
     changed, after = run_pass(merge_projections.run, proto)

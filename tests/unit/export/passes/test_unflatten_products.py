@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import pytest
 import torch
 from support.torch_graphs import assert_results_of_torch, graph_of, kinds
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tformer_export.passes import gelu, remove_unused, unflatten_products
+from tformer_export.passes import gelu, remove_unused, run_passes, unflatten_products
 
 K, N = 8, 12
 TOLERANCE = (
@@ -96,6 +97,20 @@ def test_spelled_out_gelu_between_products_is_one_operator():
     assert kinds(model) == ["MatMul", "Add", "Gelu", "MatMul", "Add"]
 
 
+def test_product_of_a_product_is_found():
+    """Such as a matrix of low rank. Between them the rows are restored and flattened again."""
+
+    def low_rank(m, x):
+        y = torch.mm(x.view(-1, K), m.w).view(*x.shape[:-1], N)
+        return torch.addmm(m.b2, y.view(-1, N), m.w2).view(x.shape)
+
+    module, x = Module(low_rank), rows(3, 5)
+    model = graph_of(module, x)
+    assert run_passes(model, 48)["unflatten_products"] == 2
+    assert_results_of_torch(model, module, x, tolerance=TOLERANCE)
+    assert kinds(model) == ["MatMul", "MatMul", "Add"]
+
+
 def test_products_of_the_same_flattened_rows_are_each_found():
     def two(m, x):
         flat = x.view(-1, K)
@@ -154,6 +169,10 @@ OTHERS = {
     "a result in other rows": lambda m, x: torch.mm(x.view(-1, K), m.w).view(*x.shape[:-1], 2, N // 2),
     "a factor": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.w, alpha=2).view(*x.shape[:-1], N),
     "a factor of the bias": lambda m, x: torch.addmm(m.b, x.view(-1, K), m.w, beta=0.5).view(*x.shape[:-1], N),
+    "a bias that is computed": lambda m, x: torch.addmm(
+        x.view(-1, K).sum(-1, keepdim=True), x.view(-1, K), m.w
+    ).view(*x.shape[:-1], N),
+    "rows of two axes": lambda m, x: (x.view(-1, 1, K) @ m.w).view(*x.shape[:-1], N),
     "a matrix that is computed": lambda m, x: torch.mm(x.view(-1, K), x.view(-1, K).T @ x.view(-1, K)).view(x.shape),
     "a sum of rows": lambda m, x: torch.mm(x.view(-1, K), m.w).cumsum(0).view(*x.shape[:-1], N),
     "a bias of rows": lambda m, x: (torch.mm(x.view(-1, K), m.w) + x.view(-1, K)[:, :1]).view(*x.shape[:-1], N),
@@ -178,13 +197,43 @@ def test_other_reshapes_and_products_are_unchanged(name):
     assert {"Gemm", "MatMul", "Relu"} & {*before}
 
 
+def test_reshape_in_a_branch_of_a_product_outside_is_unchanged():
+    """The branch would return a value of the graph around it, which no branch may."""
+
+    def branches(m, x):
+        y = torch.mm(x.view(-1, K), m.w)
+        back = lambda y, z: y.view(*z.shape[:-1], N) * 1.0  # noqa: E731
+        return torch.cond(x.sum() > 0, back, lambda y, z: z.repeat(1, 1, 2)[..., :N] * 2, (y, x))
+
+    for sign in (1, -1):
+        count, model = changed_graph(Module(branches), rows(3, 5).abs() * sign)
+        assert count == 0
+        assert kinds(model).count("MatMul") == 1
+
+
+def test_products_in_a_branch_are_found():
+    def branches(m, x):
+        product = lambda z: torch.mm(z.view(-1, K), m.w).view(*z.shape[:-1], N)  # noqa: E731
+        return torch.cond(x.sum() > 0, product, lambda z: z.repeat(1, 1, 2)[..., :N] * 2, (x,))
+
+    for sign in (1, -1):
+        count, _ = changed_graph(Module(branches), rows(3, 5).abs() * sign)
+        assert count == 1
+
+
 def test_sizes_without_names_are_no_proof():
     """Shape inference may know that an axis exists, but not its size."""
     model = graph_of(Module(PLAIN["addmm"][0]), rows(3, 5))
-    for node in model.graph:
-        for value in node.outputs:
-            if value.shape is not None and len(value.shape) == 3:
-                value.shape = type(value.shape)([None, None, value.shape[-1]])
+    for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
+        if value.shape is not None and len(value.shape) == 3:
+            value.shape = type(value.shape)([None, None, value.shape[-1]])
+    assert unflatten_products.run(model) == 0
+
+
+def test_product_of_transposed_rows_is_unchanged():
+    model = graph_of(Module(lambda m, x: torch.addmm(m.b2, x.view(-1, K), m.w[:, :K]).view(x.shape)), rows(2, K // 2))
+    (gemm,) = (node for node in model.graph if node.op_type == "Gemm")
+    gemm.attributes["transA"] = ir.AttrInt64("transA", 1)
     assert unflatten_products.run(model) == 0
 
 
