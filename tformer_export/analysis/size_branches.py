@@ -187,7 +187,7 @@ def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) ->
         if not axes or limit >= enough:
             continue
         inputs = _sized(source.example, axes, limit + 1)
-        if _runs(source, inputs) and not _ends_for_some_ids(captured, source, inputs, axes, limit):
+        if _run(source, inputs) is not None and not _ends_for_some_ids(captured, source, inputs, axes, limit):
             return inputs
     return {}
 
@@ -202,8 +202,8 @@ def _ends_for_some_ids(
     """
     if (captured.step_name, 1) not in axes:
         return False
-    alike = _of_one_id(captured, inputs)
-    return any(not _runs(source, one) and _runs(source, _sized(one, axes, limit)) for one in alike)
+    fails = [one for one in _of_one_id(captured, inputs) if _run(source, one) is None]
+    return any(_run(source, _sized(one, axes, limit)) is not None for one in fails)
 
 
 def _of_one_id(captured: CapturedGraph, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -226,13 +226,15 @@ def limit_by_counted_positions(captured: CapturedGraph, source: Source, longest:
     time = captured.time
     if time is None:
         return
-    lookup = next((n for n in captured.nodes if n.target is aten.embedding.default and _counts(captured, n)), None)
+    level = binding_times(captured)
+    lookups = (node for node in captured.nodes if node.target is aten.embedding.default)
+    lookup = next((node for node in lookups if _counts(captured, level, node)), None)
     if lookup is None:
         return
     axes = _length_axes(captured, time)
 
     def fails(length: int) -> bool:
-        return not all(_runs(source, one) for one in _of_one_id(captured, _sized(source.example, axes, length)))
+        return any(_run(source, one) is None for one in _of_one_id(captured, _sized(source.example, axes, length)))
 
     high = min(longest, captured.limits.get(time, longest), MAX_COUNTED)
     if fails(high) and not fails(1):
@@ -240,25 +242,15 @@ def limit_by_counted_positions(captured: CapturedGraph, source: Source, longest:
         captured.limit_lines[time] = source_line(lookup)
 
 
-def _counts(captured: CapturedGraph, lookup: Node) -> bool:
+def _counts(captured: CapturedGraph, level: Mapping[Node, Level], lookup: Node) -> bool:
     """Return whether what is looked up follows from the step input, and is not its ids themselves."""
-    todo, seen, moves = [lookup.args[1]], set(), True
-    step = captured.inputs[captured.step_name or ""]
-    while todo:
-        node = todo.pop()
-        if not isinstance(node, Node) or node in seen or node.target is aten.sym_size.int:
-            continue
-        seen.add(node)
-        moves = moves and (node is step or node.target in ID_MOVES)
-        todo += node.all_input_nodes
-    return step in seen and not moves
-
-
-def _runs(source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:
-    with restored(source.module), suppress(Exception):
-        source.module(*(value.clone() for value in inputs.values()))
-        return True
-    return False
+    index = lookup.args[1]
+    assert isinstance(index, Node)
+    if level[index] is not Level.STEP:
+        return False
+    while index.target in ID_MOVES:
+        index = index.all_input_nodes[0]
+    return index is not captured.step
 
 
 def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
