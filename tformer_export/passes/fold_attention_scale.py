@@ -5,7 +5,8 @@ kernels.
 
 MultiHeadAttention over given keys and values would be faster too, but is not changed. The products of a single row
 sum the last columns in another order than the rest. So the last bits of a row's result would depend on the length of
-its neighbours' context. GroupQueryAttention reads the length of each row alone. Figures: docs/design/kernels.md.
+its neighbours' context. GroupQueryAttention reads the length of each row alone. Figures:
+docs/design/kernels.md#the-scale-of-attention.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ class SessionSettings(Struct, frozen=True):
     threads: threads of one operator; None: one per core.
     spinning: whether waiting threads spin, which is faster if no other process needs the cores.
     disabled_optimizers: fusions into CPU kernels that are slower than the nodes that they replace. By default
-        SkipLayerNormalization and BiasGelu, as measured (docs/design/kernels.md).
+        SkipLayerNormalization and BiasGelu, as measured (docs/design/kernels.md#norms-and-sums).
     """
 
     threads: Annotated[int, msgspec.Meta(ge=1, le=MAX_THREADS)] | None = None
