@@ -8,6 +8,7 @@ from tformer_runtime.base.errors import UnsupportedCallError
 from tformer_runtime.format.manifest import CROSS_ATTENTIONS, Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
+from tformer_runtime.preprocess.input_line import reads_json
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     BaseTask,
@@ -54,8 +55,9 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
     if generates(manifest):
         chat = ["/v1/chat/completions"] if manifest.chat_template is not None and manifest.takes_prompt else []
         aligns = any(extra.kind == CROSS_ATTENTIONS for extra in manifest.extras)
-        paths = [*chat, "/v1/completions", "/v1/generate"]
-        return {"paths": paths, "reads": _kind_of_input(manifest), "aligns": aligns}
+        reads = _kind_of_input(manifest)
+        completions = [] if reads_json(manifest) or reads == "pictures" else ["/v1/completions"]
+        return {"paths": [*chat, *completions, "/v1/generate"], "reads": reads, "aligns": aligns}
     if is_speech_to_text(manifest):
         return {"paths": ["/v1/audio/transcriptions"], "reads": "sounds", "times": "segment"}
     if manifest.decode is not None:

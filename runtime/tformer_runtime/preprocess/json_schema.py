@@ -64,7 +64,7 @@ def literal_strings(schema: Any) -> list[str]:
 
 
 def schemas_in_grammar(grammar: str) -> Iterator[Any]:
-    """Yield the schemas after `%json` in a grammar in Lark's notation. A text that is not JSON is left to llguidance."""
+    """Yield the schemas after `%json` in a grammar in Lark's notation. llguidance refuses a text that is not JSON."""
     for place in grammar.split("%json")[1:]:
         try:
             yield json.JSONDecoder().raw_decode(place.lstrip())[0]
