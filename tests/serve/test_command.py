@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import ssl
@@ -13,7 +14,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from support.command_lines import start_process
-from support.servers import HANG_SECONDS, write_chat_model
+from support.servers import HANG_SECONDS, RunningServer, write_chat_model
 
 from tformer_serve.cli import main
 
@@ -75,6 +76,20 @@ def test_wrong_options_are_refused(tmp_path, files):
 def test_missing_packages_are_named(files, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused(files["letters"]) == "a server needs uvicorn: pip install 'tformer[serve]'"
+
+
+def test_packages_that_requests_need_are_named_at_the_start(files, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "tformer_serve")
+    for name in ("jinja2", "llguidance"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with RunningServer({"chat": files["chat"], "letters": files["letters"]}) as server:
+        told = [record.fields for record in caplog.records if record.getMessage() == "missing package"]
+        listed = {model["id"]: model["tformer"]["paths"] for model in server.http().get("/v1/models").json()["data"]}
+    assert told == [
+        {"model": "chat", "message": "chat templates need jinja2: pip install 'tformer[chat]'"},
+        {"model": "chat", "message": "tools and response_format need llguidance: pip install 'tformer[constrain]'"},
+    ]
+    assert listed["chat"] == listed["letters"] == ["/v1/completions", "/v1/generate"]
 
 
 def test_usage_errors_have_status_2(files):

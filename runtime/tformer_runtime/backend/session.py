@@ -33,7 +33,7 @@ from tformer_runtime.base.errors import (
     OutOfMemoryError,
     TformerError,
 )
-from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.base.extras import import_onnxruntime, install_command
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
@@ -477,7 +477,7 @@ def find_missing_cuda() -> str | None:
     """Return the reason why onnxruntime's CUDA provider cannot start, as a sentence; None if no reason is known."""
     ort = import_onnxruntime()
     if _CUDA not in ort.get_available_providers():
-        return "the installed onnxruntime holds no CUDA provider: pip install 'tformer[cuda]'"
+        return f"the installed onnxruntime holds no CUDA provider: {install_command('cuda')}"
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; prints the names of missing ones
     if os.name == "posix":
@@ -488,7 +488,7 @@ def find_missing_cuda() -> str | None:
         provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
         missing = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
         if missing:
-            return f"NVIDIA's library {missing[1]} is not installed: pip install 'tformer[cuda]'"
+            return f"NVIDIA's library {missing[1]} is not installed: {install_command('cuda')}"
     return None
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Bools
 from tformer_runtime.base.errors import MissingExtraError, OptionError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.decoding.options import Constraint
 from tformer_runtime.preprocess.json_schema import check_numbers, literal_strings, schemas_in_grammar, with_white_space
 from tformer_runtime.preprocess.vocabulary import Vocabulary, any_of, literal, vocabulary_of
@@ -278,7 +279,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingExtraError("llguidance is not installed: pip install 'tformer[constrain]'") from error
+        raise MissingExtraError(f"llguidance is not installed: {install_command('constrain')}") from error
     return llguidance
 
 

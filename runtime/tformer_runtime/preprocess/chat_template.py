@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tformer_runtime.base.child_process import ChildEndedError, ChildProcess
 from tformer_runtime.base.errors import InputError, MissingExtraError, UnsupportedCallError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
@@ -144,7 +145,7 @@ def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
 def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the worker's reply. Raise InputError for an error in it, MissingExtraError without jinja2."""
     if variables is None and importlib.util.find_spec("jinja2") is None:  # each template is read first
-        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'")
+        raise MissingExtraError(f"chat templates need jinja2: {install_command('chat')}")
     request = {"template": template, "seconds": MAX_TEMPLATE_SECONDS}
     try:
         reply: dict[str, Any] = _worker.ask(
