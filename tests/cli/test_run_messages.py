@@ -156,3 +156,40 @@ def test_each_of_several_answers_of_a_chat_is_one_line(chat, tmp_path):
     result = run(path, "hello", '[{"role": "user"}]', *SHORT, "--chat")
     assert "a conversation is a text" in failed(result, before=1)
     assert result.stdout == f"{line}\n"
+
+
+@pytest.fixture(scope="module")
+def greek(tmp_path_factory):
+    """Return a file whose texts are Greek letters, and its text for "hello"."""
+    folder = tmp_path_factory.mktemp("greek")
+    definition = json.loads(letters().to_str())
+    definition["decoder"] = {
+        "type": "Sequence",
+        "decoders": [definition["decoder"]]
+        + [
+            {"type": "Replace", "pattern": {"String": latin}, "content": chr(0x3B1 + i)}
+            for i, latin in enumerate("abcdefghijklmnopqrstuvwxyz")
+        ],
+    }
+    plain = Toy(seed=27).write(folder / "plain.onnx")
+    path = with_manifest(plain, folder / "greek.onnx", tokenizers=(json.dumps(definition),))
+    text = Model.load(path, "cpu").generate("hello", max_new_tokens=8).text
+    assert text
+    assert not text.isascii()
+    return path, text
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--json"]])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "koi8-r", "utf-8"])
+def test_output_of_another_encoding_is_utf_8_or_named(greek, encoding, options):
+    path, text = greek
+    command = [*PROGRAM, str(path), "hello", *SHORT, "--device", "cpu", *options]
+    result = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=False)
+    if encoding in ("ascii", "utf-8"):
+        assert (result.returncode, result.stderr) == (0, b"")
+        assert text in result.stdout.decode()
+    else:
+        (line,) = result.stderr.decode(encoding).splitlines()
+        assert result.returncode == 1
+        assert line.startswith(f"tformer-run: standard output has the encoding {encoding}, which lacks ")
+        assert "set PYTHONIOENCODING=utf-8" in line

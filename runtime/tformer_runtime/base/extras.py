@@ -15,7 +15,7 @@ _BUILDS = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cuda": "onnxruntime-
 
 
 def onnxruntime_packages() -> list[str]:
-    """Return the installed packages that hold the module onnxruntime. Cost: the lists of all packages' files are read."""
+    """Return the installed packages that hold the module onnxruntime. Cost: reads the lists of all files."""
     from importlib.metadata import packages_distributions  # takes 20 ms to import
 
     return sorted(set(packages_distributions().get("onnxruntime", [])))
