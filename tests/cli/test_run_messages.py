@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -193,3 +194,13 @@ def test_output_of_another_encoding_is_utf_8_or_named(greek, encoding, options):
         assert result.returncode == 1
         assert line.startswith(f"tformer-run: standard output has the encoding {encoding}, which lacks ")
         assert "set PYTHONIOENCODING=utf-8" in line
+
+
+@pytest.mark.parametrize("command", ["tformer_runtime.cli.main", "tformer_export.cli", "tformer_serve.cli"])
+def test_small_stack_is_told_at_the_start(path, command):
+    program = [sys.executable, "-c", f"from {command} import main; main()", path]
+    call = ["sh", "-c", 'ulimit -s 200 && exec "$@"', "sh", *program]
+    result = subprocess.run(call, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert result.returncode == 1
+    assert result.stderr.endswith("limited to 200 KiB, and 256 KiB are the least: raise the limit (ulimit -s 8192)\n")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,12 +1,14 @@
-"""A limit on the memory of the process, which the operating system keeps: also of weights, pictures and one tensor."""
+"""Limits on the memory of the process, which the operating system keeps: of all data, and of the stack."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import DeviceError, OptionError
 from tformer_runtime.base.validation import check_int
+
+MIN_STACK_BYTES = 256 << 10  # onnxruntime and torch end with a segmentation fault below 128 KiB, Python itself below 80
 
 
 def limit_process_memory(num_bytes: int) -> None:
@@ -26,6 +28,20 @@ def limit_process_memory(num_bytes: int) -> None:
     if num_bytes < (used := _bytes_in_use()):
         raise OptionError(f"max_process_memory must be more than the {used:,} bytes that the process has already")
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
+
+
+def require_stack() -> None:
+    """Raise DeviceError if the limit of the stack is too low for onnxruntime. Threads have stacks of the same limit."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if limit != resource.RLIM_INFINITY and limit < MIN_STACK_BYTES:
+        raise DeviceError(
+            f"the stack of this process is limited to {limit >> 10} KiB, and {MIN_STACK_BYTES >> 10} KiB are the least: "
+            "raise the limit (ulimit -s 8192)"
+        )
 
 
 def _bytes_in_use() -> int:

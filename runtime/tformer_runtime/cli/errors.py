@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
+from tformer_runtime.base.process_memory import require_stack
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
@@ -39,6 +40,7 @@ def errors_as_sentences(
     if _is_ascii(getattr(sys.stdout, "encoding", None)):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
+        require_stack()
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
