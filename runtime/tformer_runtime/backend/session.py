@@ -34,7 +34,7 @@ from tformer_runtime.base.errors import (
     TformerError,
 )
 from tformer_runtime.base.extras import import_onnxruntime, install_command
-from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
+from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int, named_path
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
@@ -100,7 +100,7 @@ class Session:
             file, and so runs it without them.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
-        self.path = Path(path)
+        self.path = path = named_path(path, ModelFileError, "the model file")
         metadata = read_metadata(path)
         self.manifest: Manifest = manifest_of(path, metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)

@@ -39,8 +39,8 @@ def require_stack() -> None:
     limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if limit != resource.RLIM_INFINITY and limit < MIN_STACK_BYTES:
         raise DeviceError(
-            f"the stack of this process is limited to {limit >> 10} KiB, and {MIN_STACK_BYTES >> 10} KiB are the least: "
-            "raise the limit (ulimit -s 8192)"
+            f"the stack of this process is limited to {limit >> 10} KiB, and {MIN_STACK_BYTES >> 10} KiB are the "
+            "least: raise the limit (ulimit -s 8192)"
         )
 
 
