@@ -19,6 +19,7 @@ from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
 from tformer_serve.conduct.body_limit import BodyLimit
 from tformer_serve.conduct.request_scope import RequestScope
+from tformer_serve.conduct.web_pages import WebPages
 from tformer_serve.errors import ApiError
 from tformer_serve.metrics import Metrics
 from tformer_serve.options import ServerOptions
@@ -31,7 +32,7 @@ from tformer_serve.state import ServerState
 def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Middleware] = ()) -> FastAPI:
     """Return the application. It starts the models when the server starts, and closes them when the server ends.
 
-    around_routes: layers within those that check keys, places and sizes.
+    around_routes: layers within those that check hosts, keys, places and sizes.
     """
     limit = options.max_queue + sum(served.max_batch_size for served in models.values())
     admission = Admission(limit)
@@ -65,6 +66,7 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
     )
     app.add_middleware(Admitted, admission=admission)
     app.add_middleware(ApiKeys, keys=options.api_keys)
+    app.add_middleware(WebPages, allowed_hosts=options.allowed_hosts, origins=options.cors_origins)
     app.add_middleware(RequestScope, metrics=metrics, timeout=options.timeout)
     if options.cors_origins:
         app.add_middleware(

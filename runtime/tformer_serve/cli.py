@@ -6,6 +6,7 @@ Messages and logs go to standard error. Exit status: 0 stopped by a signal, 1 th
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--api-key-file", type=_FILE, help="Serve only clients with a key of this file, one a line.")
 @click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
+@click.option(
+    "--allowed-host",
+    metavar="HOST",
+    multiple=True,
+    help="Answer requests for this host too, such as models.example or *.example; * is every one.  "
+    "[default: names of this machine if --host is one, otherwise every host]",
+)
 @click.option("--tls-cert", type=_FILE, help="Serve https with this certificate, in PEM.")
 @click.option("--tls-key", type=_FILE, help="The key of the certificate, if that has none.")
 @click.option("--log-prompts", is_flag=True, help="Log the bodies of requests, and the messages of errors.")
@@ -117,6 +125,7 @@ def main(
             import_optional(name, f"a server needs {name}", "serve")
         from tformer_serve.app import make_app
         from tformer_serve.conduct.api_keys import read_api_keys
+        from tformer_serve.conduct.web_pages import allowed_hosts
         from tformer_serve.logs import set_up_logs
         from tformer_serve.registry import ModelFile, Models
         from tformer_serve.server import Server, bind, check_certificate
@@ -138,6 +147,8 @@ def main(
         memory = None if values["max_memory"] is None else bytes_of(values["max_memory"])
         set_up_logs(options.log_prompts)
         with bind(host, port) as bound:  # before the files are read, which may take long
+            hosts = allowed_hosts(values["allowed_host"], own=(host, bound.getsockname()[0]))
+            options = replace(options, allowed_hosts=hosts)
             models = Models.load(
                 [ModelFile.parse(file) for file in files],
                 max_batch_size,

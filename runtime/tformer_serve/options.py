@@ -22,6 +22,7 @@ class ServerOptions:
     max_upload_bytes: of a form with a sound.
     api_keys: of which a client has to show one; none for no keys.
     cors_origins: of web pages that may call the server.
+    allowed_hosts: names of the server, which its clients call besides localhost. None lets them call it by any name.
     log_prompts: whether the log has the bodies of requests.
     """
 
@@ -32,4 +33,5 @@ class ServerOptions:
     max_upload_bytes: int = MAX_UPLOAD_BYTES
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     log_prompts: bool = False
