@@ -13,7 +13,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from support.command_lines import start_process
-from support.servers import HANG_SECONDS, write_chat_model
+from support.servers import HANG_SECONDS, read_to_end, write_chat_model
 
 from tformer_serve.cli import main
 
@@ -59,6 +59,7 @@ def test_wrong_options_are_refused(tmp_path, files):
     assert refused("--api-key-file", tmp_path / "none", letters).startswith("the file of API keys, ")
     assert refused("--tls-key", tmp_path / "none", letters).startswith("--tls-key needs tls_cert: give the certificate")
     assert refused("--tls-cert", tmp_path / "none", letters).startswith("TLS cannot use ")
+    assert refused("--port", "0", "--allowed-host", "a.example:80", letters).startswith("--allowed-host must be a name")
     assert refused("--host", "no such host", letters).startswith("no such host is no address to listen at: ")
     (tmp_path / "keys").write_text("a b")
     assert refused("--api-key-file", tmp_path / "keys", letters).startswith("key 1 of ")
@@ -119,6 +120,26 @@ def test_signal_lets_an_accepted_stream_finish(long_model):
     assert process.returncode == 0
     assert "Traceback" not in err
     assert '"event": "draining", "reason": "SIGTERM"' in err
+
+
+def test_started_server_answers_clients_of_this_machine_alone(files):
+    """Also a client that ends its side of the connection: the event loop of a started server is uvloop's."""
+    process, url = started(files["letters"], "--allowed-host", "models.example")
+    body = json.dumps({"model": "letters", "input": "a", "max_new_tokens": 2})
+    try:
+        address = httpx.URL(url)
+        for host, status in ((address.netloc.decode(), 200), ("models.example", 200), ("evil.example", 403)):
+            lines = ["POST /v1/generate HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
+            with socket.create_connection((address.host, address.port), HANG_SECONDS) as connection:
+                connection.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
+                connection.shutdown(socket.SHUT_WR)
+                answer = read_to_end(connection).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+    finally:
+        process.terminate()
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+    assert "Traceback" not in err
 
 
 def test_server_speaks_tls(tmp_path, files):
