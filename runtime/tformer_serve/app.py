@@ -17,7 +17,7 @@ import tformer_runtime
 from tformer_serve.body_route import BodyRoutes
 from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
-from tformer_serve.conduct.body_limit import BodyLimit
+from tformer_serve.conduct.body_limit import BodyLimit, BodyMemory
 from tformer_serve.conduct.request_scope import RequestScope
 from tformer_serve.conduct.web_pages import WebPages
 from tformer_serve.errors import ApiError
@@ -36,7 +36,8 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
     """
     limit = options.max_queue + sum(served.max_batch_size for served in models.values())
     admission = Admission(limit)
-    metrics = Metrics(models, lambda: admission.open)
+    body_memory = BodyMemory(options.max_bodies_bytes)
+    metrics = Metrics(models, lambda: admission.open, lambda: body_memory.taken)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,6 +63,7 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
         BodyLimit,
         max_bytes=options.max_body_bytes,
         max_upload_bytes=options.max_upload_bytes,
+        memory=body_memory,
         logs_bodies=options.log_prompts,
     )
     app.add_middleware(Admitted, admission=admission)

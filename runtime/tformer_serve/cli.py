@@ -14,7 +14,7 @@ import click
 
 from tformer_runtime.base.errors import OptionError, TformerError
 from tformer_runtime.base.extras import import_optional
-from tformer_runtime.base.process_memory import limit_process_memory
+from tformer_runtime.base.process_memory import limit_process_memory, process_memory_left
 from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences
 from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
@@ -22,6 +22,7 @@ from tformer_runtime.tasks.settings import bytes_of
 from tformer_serve.options import (
     DEFAULT_PORT,
     DRAIN_SECONDS,
+    MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
     MAX_QUEUE,
     MAX_UPLOAD_BYTES,
@@ -29,6 +30,7 @@ from tformer_serve.options import (
 )
 
 _MAX_SECONDS = 1e9
+_MEMORY_OF_BODIES = 4  # the part of a limited memory that bodies may take: what is read from them takes more
 _SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
 _FILE = click.Path(path_type=Path)
 
@@ -77,6 +79,13 @@ _FILE = click.Path(path_type=Path)
     default=f"{MAX_UPLOAD_BYTES >> 20}M",
     show_default=True,
     help="Refuse larger forms with a sound with 413.",
+)
+@click.option(
+    "--max-bodies",
+    metavar="SIZE",
+    default=f"{MAX_BODIES_BYTES >> 20}M",
+    show_default=True,
+    help="Refuse larger bodies with 503 while those of open requests have SIZE together.",
 )
 @click.option(
     "--timeout",
@@ -139,6 +148,7 @@ def main(
             drain_seconds=values["drain_seconds"],
             max_body_bytes=bytes_of(values["max_body"], "max_body"),
             max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
+            max_bodies_bytes=bytes_of(values["max_bodies"], "max_bodies"),
             api_keys=() if key_file is None else read_api_keys(key_file),
             cors_origins=values["cors_origin"],
             log_prompts=values["log_prompts"],
@@ -157,6 +167,8 @@ def main(
                 max_memory=memory,
                 max_run_seconds=values["max_run_seconds"],
             )
+            if (left := process_memory_left()) is not None:
+                options = replace(options, max_bodies_bytes=min(options.max_bodies_bytes, left // _MEMORY_OF_BODIES))
             server = Server(make_app(models, options), tls_cert, tls_key)
             gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
             server.run([bound])

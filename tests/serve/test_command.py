@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -140,6 +141,39 @@ def test_started_server_answers_clients_of_this_machine_alone(files):
     _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
     assert "Traceback" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+def test_bodies_do_not_take_the_memory_of_the_process(files):
+    """Thirty clients hold bodies of 8 MB, which are more than the limit of the process leaves. All get an answer."""
+    process, url = started(files["chat"], "--max-process-memory", "640M", "--threads", "1")
+    message = {"role": "user", "content": "a"}
+    body = json.dumps({"model": "chat", "messages": [message], "max_tokens": 1}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    size, address = 8 << 20, httpx.URL(url)
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection((address.host, address.port), HANG_SECONDS))
+                for _ in range(30)
+            ]
+            for client in clients:
+                client.sendall(f"{head}Content-Length: {size}\r\nConnection: close\r\n\r\n".encode())
+                client.sendall(body.ljust(size - 1))
+            for client in clients:
+                client.sendall(b" ")
+            statuses = {read_to_end(client).split(b" ", 2)[1] for client in clients}
+        assert statuses == {b"200", b"503"}
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", content=body, headers=headers, trust_env=False, timeout=HANG_SECONDS
+        )
+        assert answer.status_code == 200
+    finally:
+        process.terminate()
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+    assert "raceback" not in err
 
 
 def test_server_speaks_tls(tmp_path, files):

@@ -28,6 +28,16 @@ def limit_process_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
 
 
+def process_memory_left() -> int | None:
+    """Return the bytes that this process may still allocate under its limit; None without a limit."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if limit == resource.RLIM_INFINITY else max(limit - _bytes_in_use(), 0)
+
+
 def _bytes_in_use() -> int:
     """Return the bytes that the limit counts, of this process."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

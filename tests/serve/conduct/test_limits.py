@@ -288,7 +288,7 @@ def test_deadline_of_the_server_holds_for_streams_and_for_waiting_requests(files
 def test_client_that_does_not_read_is_left(monkeypatch):
     """The buffer of the connection is full for ever. The work for the answer ends."""
     monkeypatch.setattr(request_scope, "_SEND_SECONDS", 0.01)
-    metrics, ends = Metrics({}, lambda: 0), []
+    metrics, ends = Metrics({}, lambda: 0, lambda: 0), []
 
     async def app(scope, receive, send):
         try:
