@@ -48,6 +48,7 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
+        self.transport.close = self._plain_transport.close  # type: ignore[method-assign]  # lets the connection go at once
 
     def data_received(self, data: bytes) -> None:
         if self._lingers:
