@@ -84,7 +84,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be read, unless it has an answer, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send_error(unreadable_request_error(self.conn.error_status))
+            self._send_error(unreadable_request_error(self.conn.error_status or 400))
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -99,7 +99,8 @@ class Connection(H11Protocol):
     def _close(self) -> None:
         """Close the connection. A client that still sends may do so first: it would lose the answer otherwise."""
         transport = self._plain_transport
-        if self._client_has_ended or self.conn.their_state not in (h11.SEND_BODY, h11.ERROR):
+        may_send = self.conn.their_state is h11.SEND_BODY or self.conn.error_status is not None
+        if self._client_has_ended or not may_send:
             transport.close()
         elif not self._lingers and not transport.is_closing():
             self._lingers = True
@@ -116,8 +117,9 @@ class Connection(H11Protocol):
 
         A client that has closed its connection cannot be told from one that has ended its side otherwise.
         """
-        if not self._end_if_reset() and not self.flow.write_paused:
-            self._plain_transport.write(self._filler())
+        if not self._end_if_reset():
+            if filler := b"" if self.flow.write_paused else self._filler():
+                self._plain_transport.write(filler)
             self._timer = self.loop.call_later(_REPLY_SECONDS, self._read_reply, waited)
 
     def _read_reply(self, waited: float) -> None:
@@ -125,7 +127,9 @@ class Connection(H11Protocol):
             self._probe_later(min(2 * waited, _MAX_PROBE_SECONDS))
 
     def _end_if_reset(self) -> bool:
-        """Return whether the client has reset the connection, and end it then."""
+        """Return whether the connection ends. If the client has reset it, end it."""
+        if self._plain_transport.is_closing():
+            return True
         error = self._plain_transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             self._plain_transport.abort()
@@ -133,21 +137,21 @@ class Connection(H11Protocol):
 
     def _filler(self) -> bytes:
         """Return bytes that clients skip: an interim response before the response, and its own filler within."""
-        if self.cycle.response_started:
-            filler = filler_of(self.cycle.scope)
-            return (self.conn.send(h11.Data(data=filler)) or b"") if filler else b""
-        if self.conn.their_http_version != b"1.1":
-            return b""
-        return self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")) or b""
+        event: h11.Event | None = None
+        if self.conn.our_state is h11.SEND_BODY and (filler := filler_of(self.cycle.scope)):
+            event = h11.Data(data=filler)
+        elif self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+        return b"" if event is None else self.conn.send(event) or b""
 
 
 class _Parser(h11.Connection):
     """Bounds all of a request but its body. h11 itself bounds what it cannot read yet, because a part is missing.
 
-    error_status: of the response to a request that cannot be read.
+    error_status: of the response to a request that cannot be read; None before one.
     """
 
-    error_status = 400
+    error_status: int | None = None
 
     def next_event(self) -> Any:
         before = len(self._receive_buffer)
