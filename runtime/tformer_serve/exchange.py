@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -65,10 +65,10 @@ def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
     return exchange
 
 
-def filler_of(scope: MutableMapping[str, Any]) -> bytes:
+def filler_of(scope: Mapping[str, object]) -> bytes:
     """Return the filler of a response that has begun."""
-    exchange: Exchange | None = scope.get(_KEY)
-    return b"" if exchange is None else exchange.filler
+    exchange = scope.get(_KEY)
+    return exchange.filler if isinstance(exchange, Exchange) else b""
 
 
 async def run_limited(executor: Executor | None, exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:

@@ -100,7 +100,8 @@ class Server(uvicorn.Server):
             names = [sock.getsockname() for server in self.servers for sock in server.sockets]
             scheme = "https" if self.config.is_ssl else "http"
             urls = [f"{scheme}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}" for name in names]
-            log("listening", urls=urls, models=list(self._state.models))
+            bodies = self._state.options.max_bodies_bytes  # which the limit of the process may have lowered
+            log("listening", urls=urls, models=list(self._state.models), max_bodies_bytes=bodies)
 
     async def on_tick(self, counter: int) -> bool:
         try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from support.servers import HANG_SECONDS, RunningServer, StepGate, read_to_end
 
@@ -169,6 +173,21 @@ def test_client_that_ends_its_side_is_asked_whether_it_is_there(server, short_pr
     assert answer.replace(INTERIM, b"").startswith(b"HTTP/1.1 200 OK")
     assert b"finish_reason" in answer
     assert answer.endswith(b"0\r\n\r\n") == stream
+
+
+def test_client_of_the_standard_library_skips_the_question(server, short_probes):
+    address = httpx.URL(server.url)
+    client = http.client.HTTPConnection(address.host, address.port, HANG_SECONDS)
+    with StepGate.closed(server.models["letters"].model) as gate, ThreadPoolExecutor(1) as pool:
+        client.request("POST", "/v1/generate", json.dumps(GENERATE), {"Content-Type": "application/json"})
+        client.sock.shutdown(socket.SHUT_WR)
+        answer = pool.submit(client.getresponse)
+        gate.wait_until_reached()
+        threading.Event().wait(0.1)  # for some questions
+        gate.open()
+        assert answer.result(HANG_SECONDS).status == 200
+        assert json.loads(answer.result().read())["results"]
+    client.close()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

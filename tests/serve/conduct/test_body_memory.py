@@ -160,11 +160,16 @@ def test_request_without_memory_is_told_so(tight, monkeypatch, error, stream):
     assert tight.post("/v1/generate", SMALL_BODY).status_code == 200
 
 
-def test_process_without_a_limit_has_no_memory_left_to_count(monkeypatch):
-    if sys.platform == "linux":
-        import resource
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limit")
+def test_memory_left_is_that_of_the_lowest_limit(monkeypatch):
+    import resource
 
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 40, resource.RLIM_INFINITY))
-        assert 1 << 39 < process_memory_left() < 1 << 40
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limits = dict.fromkeys((resource.RLIMIT_DATA, resource.RLIMIT_AS), resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
     assert process_memory_left() is None
+    limits[resource.RLIMIT_DATA] = 1 << 50
+    assert 1 << 49 < process_memory_left() < 1 << 50
+    limits[resource.RLIMIT_AS] = 1 << 45
+    assert 1 << 44 < process_memory_left() < 1 << 45
+    limits[resource.RLIMIT_AS] = 1
+    assert process_memory_left() == 0
