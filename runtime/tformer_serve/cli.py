@@ -30,7 +30,7 @@ from tformer_serve.options import (
 )
 
 _MAX_SECONDS = 1e9
-_MEMORY_OF_BODIES = 4  # the part of a limited memory that bodies may take: what is read from them takes more
+_MEMORY_OF_BODIES = 4  # bodies take a quarter of a limited memory: the values that are parsed from them take more
 _SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
 _FILE = click.Path(path_type=Path)
 

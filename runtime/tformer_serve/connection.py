@@ -1,4 +1,4 @@
-"""A connection of HTTP/1: what uvicorn's protocol leaves out.
+"""A connection of HTTP/1, with four additions to uvicorn's protocol.
 
 - A client may end its side after its request, and still reads the answer.
 - A client that is answered before its body has arrived gets the answer, although it sends on.
@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._probe, seconds)
 
     def _probe(self, waited: float) -> None:
-        """Send what has no meaning to a client that has ended its side. If it is gone, its system replies with a reset.
+        """Send a client that has ended its side bytes without a meaning. If it is gone, its system replies with a reset.
 
         A client that has closed its connection cannot be told from one that has ended its side otherwise.
         """
@@ -146,7 +146,7 @@ class Connection(H11Protocol):
 
 
 class _Parser(h11.Connection):
-    """Bounds all of a request but its body. h11 itself bounds what it cannot read yet, because a part is missing.
+    """Bounds all parts of a request but its body. h11 itself bounds only a part whose end has not arrived.
 
     error_status: of the response to a request that cannot be read; None before one.
     """

@@ -94,7 +94,7 @@ def full_memory_error(message: str) -> ApiError:
 
 def unreadable_request_error(status: int) -> ApiError:
     """Return the error of a request that is no HTTP. status: 431 for a head that is too large."""
-    message = "the request is no HTTP/1.1 that this server reads: check its path, its headers and the sizes of its body"
+    message = "the request is not valid HTTP/1.1: check its path, its headers and the sizes of its body"
     if status == 431:
         message = (
             "the path and the headers of the request are larger than this server reads: send fewer or shorter ones"

@@ -22,7 +22,7 @@ from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
 
 MEDIA_TYPE = "text/event-stream"
-_COMMENT = b": \n\n"  # of an event stream; clients skip it
+_COMMENT = b": \n\n"  # of an event stream: clients skip it
 _END_EVENT = b"data: [DONE]\n\n"
 
 T = TypeVar("T")

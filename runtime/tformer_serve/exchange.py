@@ -30,7 +30,7 @@ class Exchange:
     prompt_tokens, completion_tokens: that were read and generated.
     first_token_at: the time of the first token.
     status: of the response; 0 while there is none.
-    filler: what may be sent between two parts of the response without a change of its meaning; empty for nothing.
+    filler: bytes that may be sent between two parts of the response without a change of its meaning; may be empty.
     """
 
     id: str

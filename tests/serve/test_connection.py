@@ -97,7 +97,9 @@ def test_other_parts_of_a_request_have_the_same_limit(server, body, part):
 def test_text_that_is_no_request_is_told_so(server, text):
     answer = server.answer_to(text)
     assert status_of(answer) == 400
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the request is no HTTP/1.1")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith(
+        "the request is not valid HTTP/1.1"
+    )
 
 
 def test_body_that_breaks_off_after_its_answer_ends_the_connection(server, caplog):
