@@ -85,7 +85,7 @@ _FILE = click.Path(path_type=Path)
     metavar="SIZE",
     default=f"{MAX_BODIES_BYTES >> 20}M",
     show_default=True,
-    help="Refuse larger bodies with 503 while those of open requests have SIZE together.",
+    help="Refuse bodies with 503 if those of all open requests would have more together.",
 )
 @click.option(
     "--timeout",
