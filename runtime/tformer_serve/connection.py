@@ -113,7 +113,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._probe, seconds)
 
     def _probe(self, waited: float) -> None:
-        """Send bytes without a meaning to a client that has ended its side. The system of one that is gone sends a reset.
+        """Send bytes without a meaning to a client that has ended its side. If it is gone, its system sends a reset.
 
         A client that has closed its connection cannot be told from one that has ended its side otherwise.
         """
