@@ -44,7 +44,19 @@ def require_stack() -> None:
         )
 
 
-def _bytes_in_use() -> int:
-    """Return the bytes that the limit counts, of this process."""
+def process_memory_left() -> int | None:
+    """Return the bytes that this process may still allocate under the limits of the system; None without a limit."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+    limits = {name: resource.getrlimit(kind)[0] for kind, name in kinds.items()}
+    left = [limit - _bytes_in_use(name) for name, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    return max(min(left), 0) if left else None
+
+
+def _bytes_in_use(name: str = "VmData") -> int:
+    """Return the bytes of this process that a limit counts. name: of the count in the status of a process."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:")), 0)
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{name}:")), 0)

@@ -17,7 +17,7 @@ from tformer_runtime.format.manifest import Manifest
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
 Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, as of OpenAI's API and of transformers
 MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
-MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
+MAX_REPLY_SECONDS = 15.0  # of any time, for a system without a limit of processor time, or a process that stands still
 PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
 
 
@@ -154,10 +154,7 @@ def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None)
     except RecursionError as error:
         raise InputError("the messages of the conversation are nested too deeply") from error
     except ChildEndedError as error:
-        raise InputError(
-            f"the chat template cannot be {action}: it took more than {MAX_TEMPLATE_SECONDS} s or too much memory, and "
-            "was stopped"
-        ) from error
+        raise InputError(f"the chat template cannot be {action}: its process {error}") from error
     if "refused" in reply:
         raise InputError(f"the chat template refuses: {reply['refused']}")
     if "error" in reply:
