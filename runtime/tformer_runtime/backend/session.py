@@ -114,7 +114,7 @@ class Session:
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
-        check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
+        check = BackgroundCheck(lambda: verify_file(path, metadata, self._opening_threads)) if verify else None
         try:
             self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
         finally:
@@ -365,7 +365,7 @@ class Session:
 
     @property
     def _opening_threads(self) -> int:
-        """The number of threads that make weights while the file is opened."""
+        """The number of threads that make weights while the file is opened, and of those that hash it."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(self.threads or cores, MAX_OPENING_THREADS)
 

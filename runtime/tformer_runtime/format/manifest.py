@@ -65,8 +65,7 @@ from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 9
-OLDEST_VERSION = 8  # that this runtime reads
+MANIFEST_VERSION = 10
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -455,12 +454,9 @@ class Manifest(Struct, frozen=True):
                 f"the file's manifest has version {version} and this runtime reads version {MANIFEST_VERSION}: "
                 "upgrade tformer"
             )
-        if version < OLDEST_VERSION:
+        if version < MANIFEST_VERSION:
             raise ModelFileError(
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"
             )
-        if version == 8 and "devices" not in data:  # version 9 added them
-            devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
-            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
         return read_typed(cls, data, "the file's tformer manifest is damaged")

@@ -48,8 +48,7 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 9;
-export const OLDEST_VERSION = 8; // that this runtime reads
+export const MANIFEST_VERSION = 10;
 
 export const STAGE_INPUT = "stage.decode";
 export const POSITIONS = "decode.positions";
@@ -71,14 +70,6 @@ export const NEW_AXIS = "new";
 export const SLOT_AXIS = "slot";
 
 export const BASE_ADAPTER = "base"; // the name of the model without an adapter
-
-/** Target → the devices that a file in float32 suits, the best one first. */
-const DEVICES_OF_TARGET: Readonly<Record<string, readonly string[]>> = {
-  cpu: ["cpu", "wasm"],
-  cuda: ["cuda", "cpu"],
-  web: ["webgpu", "wasm", "cpu"],
-  portable: ["cpu", "cuda", "wasm"],
-};
 
 export const AUDIO = "audio"; // kinds of Preprocessing
 export const IMAGE = "image";
@@ -211,23 +202,13 @@ export function manifestFromJson(json: string): Manifest {
       `the file's manifest has version ${version} and this runtime reads version ${MANIFEST_VERSION}: upgrade tformer`,
     );
   }
-  if (version < OLDEST_VERSION) {
+  if (version < MANIFEST_VERSION) {
     throw new ModelFileError(
       `the file was written by an earlier tformer (its manifest has version ${version}, this runtime reads version ` +
         `${MANIFEST_VERSION}): export the model again`,
     );
   }
-  return readTyped(manifest, withDevices(data as JsonObject), "the file's tformer manifest is damaged");
-}
-
-type JsonObject = Readonly<Record<string, unknown>>;
-
-/** Return a manifest with the devices that version 9 has added. */
-function withDevices(data: JsonObject): JsonObject {
-  if (data["version"] !== 8 || "devices" in data) return data;
-  const target = String(data["target"]);
-  const devices = Object.hasOwn(DEVICES_OF_TARGET, target) ? DEVICES_OF_TARGET[target] : [];
-  return { ...data, devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1), version: 9 };
+  return readTyped(manifest, data, "the file's tformer manifest is damaged");
 }
 
 /** Return whether a cache has no slots: it holds a value after the last token, and none of earlier tokens. */
