@@ -1,5 +1,5 @@
 """Boundaries of the packages: the runtime and its server import no torch, the compiler no models, and the models only
-the format of model.pt, the errors and the writing of whole files."""
+the format of model.pt with its factory, the errors and the writing of whole files."""
 
 import ast
 import importlib
@@ -30,6 +30,7 @@ BANNED = {
 }  # fmt: skip
 ALLOWED_IN_MODELS = (
     "tformer_export.common.checkpoint",
+    "tformer_export.common.factory_arguments",
     "tformer_export.common.task",
     "tformer_runtime.base.errors",
     "tformer_runtime.base.whole_files",

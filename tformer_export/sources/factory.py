@@ -9,7 +9,6 @@ module                         an nn.Module whose forward takes token ids, (batc
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.checkpoint import import_callable, load_weights
+from tformer_export.common.factory_arguments import wrong_arguments
 from tformer_export.sources.base import Source
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
@@ -72,13 +72,9 @@ def from_pickle(path: Path, step_input: str | None = None, head: Head = None) ->
 def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
     see_current_folder()
     make = import_callable(spec)
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
+    if (reason := wrong_arguments(make, arguments)) is not None:
         names = ", ".join(arguments) or "no arguments"
-        raise SourceError(f"the factory {spec} cannot be called with {names}: {error}") from error
-    except ValueError:  # a callable without a signature
-        pass
+        raise SourceError(f"the factory {spec} cannot be called with {names}: {reason}")
     try:
         return make(**arguments)
     except (Exception, SystemExit) as error:  # user code: whatever it raises means that there is nothing to export
