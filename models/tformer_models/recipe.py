@@ -23,9 +23,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tformer_export.common.factory_arguments import nearest
 from tformer_models.text_recipe import TextData, expand, is_text_recipe
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.factory_arguments import nearest
 
 TRAINING_CHOICES = {
     "optimizer": ("adam", "adamw"),

@@ -27,7 +27,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 
 from tformer_export.common.checkpoint import import_callable, load_checkpoint, load_weights, save_checkpoint, save_whole
-from tformer_export.common.factory_arguments import wrong_arguments
 from tformer_export.common.task import Task
 from tformer_models.curves import LOWER_IS_BETTER, write_curves
 from tformer_models.data import Batches, Dataset
@@ -42,6 +41,7 @@ from tformer_models.objectives import (
 from tformer_models.recipe import Recipe, TrainingOptions
 from tformer_models.windows import SeriesDataset, WindowBatches
 from tformer_runtime.base.errors import OptionError, OutputError, TformerError
+from tformer_runtime.base.factory_arguments import wrong_arguments
 from tformer_runtime.base.whole_files import replaced_file
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ BANNED = {
 }  # fmt: skip
 ALLOWED_IN_MODELS = (
     "tformer_export.common.checkpoint",
-    "tformer_export.common.factory_arguments",
+    "tformer_runtime.base.factory_arguments",
     "tformer_export.common.task",
     "tformer_runtime.base.errors",
     "tformer_runtime.base.whole_files",

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from tformer_export.common.checkpoint import import_callable, load_weights
-from tformer_export.common.factory_arguments import wrong_arguments
 from tformer_export.sources.base import Source
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_transformers, is_transformers_model
 from tformer_export.sources.state_dict import read_weights
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.factory_arguments import wrong_arguments
 from tformer_runtime.cli.errors import TERMINATED
 
 # Arguments of `export` that a factory may return with its module and example: how the module is called, and the others.

@@ -15,7 +15,7 @@ _PLAIN = (int, float, str, bool, NoneType)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the allowed name that it may stand for; "" if there is none."""
+    """Return the end of a message about an unknown name: the allowed name that is nearest, if there is one."""
     near = difflib.get_close_matches(name, list(allowed), 1)
     return f" (nearest: {near[0]})" if near else ""
 

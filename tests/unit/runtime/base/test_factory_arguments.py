@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import pytest
 
-from tformer_export.common.factory_arguments import nearest, wrong_arguments
+from tformer_runtime.base.factory_arguments import nearest, wrong_arguments
 
 
 class Options(TypedDict, total=False):
