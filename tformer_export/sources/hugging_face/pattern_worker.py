@@ -1,7 +1,7 @@
 """A program that matches names with regular expressions, as PEFT does: one request a line, one empty reply a line.
 
 An expression of a stranger may need longer than the age of the universe for one name. So it first runs in this process,
-which its parent can end. A request is JSON: "patterns" and "names".
+which has a limit of processor time and which its parent can end. A request is JSON: "patterns", "names" and "seconds".
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ def match_all(request: dict[str, Any]) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     for line in sys.stdin:
-        match_all(json.loads(line))
+        request = json.loads(line)
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # its signal ends the process
+        match_all(request)
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_PROF, 0)
         print("{}", flush=True)
 
 

@@ -54,11 +54,12 @@ _REFUSED_SETTINGS = {  # settings with which PEFT imports a module or unpickles 
 OVERWRITTEN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the loaded weights replace all of them
 _BASE_CHANGING_INITS = ("pissa", "olora")  # computed from the base model, without reading files
 MAX_CONFIG_BYTES = 4 << 20  # of adapter_config.json; the ranks of a model of 70 B take some hundred kilobytes
-MAX_MATCH_SECONDS = 10.0  # of all regular expressions of an adapter; those of published adapters take milliseconds
+MAX_MATCH_SECONDS = 10.0  # of processor time, for all expressions of an adapter; published ones take milliseconds
+MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
 MAX_LAYERS = 1000  # of layer_replication
 _NAMES = ("target_modules", "exclude_modules")  # whose lists PEFT compares with ends of names
 _LITERAL = re.compile(r"[\w.-]*")  # a text that is matched in linear time
-_NOT_MERGED = ("ADAPTION_PROMPT", "XLORA", "POLY", "SHADOW")  # the last two also load models that the adapter names
+_NOT_MERGED = ("ADAPTION_PROMPT", "XLORA", "POLY", "SHADOW")  # XLORA and SHADOW load models that they name
 _PEFT_OWN = ("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode")
 
 
@@ -101,9 +102,7 @@ class PeftAdapter:
         folder = next((place for place in places if (place / "config.json").is_file()), None)
         if folder is None and not any(place.exists() for place in places) and is_hub_id(name):
             revision = self.settings.get("revision")
-            logger.warning(
-                "the adapter %s names %s as its base model, which is downloaded from the hub", self.folder, name
-            )
+            logger.warning("the adapter %s names %s as its base model, which is loaded from the hub", self.folder, name)
             folder = download(name, revision if isinstance(revision, str) else None)
         if folder is None:
             raise self.error(
@@ -220,7 +219,8 @@ class PeftAdapter:
             return
         names = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
         try:
-            _matcher.ask({"patterns": matched, "names": [*names, *(_PREFIX + name for name in names)]})
+            names += [_PREFIX + name for name in names]
+            _matcher.ask({"patterns": matched, "names": names, "seconds": MAX_MATCH_SECONDS})
         except ChildEndedError as error:
             settings = ", ".join(name for name, listed in patterns.items() if listed)
             raise self.error(
@@ -236,7 +236,7 @@ class PeftAdapter:
         return [key for key in expected if not self.supplies(key) and not any(part in key for part in _LORA_PARTS)]
 
 
-_matcher = ChildProcess(Path(__file__).with_name("pattern_worker.py"), MAX_MATCH_SECONDS)
+_matcher = ChildProcess(Path(__file__).with_name("pattern_worker.py"), MAX_REPLY_SECONDS)
 
 
 def _patterns(name: str, value: Any) -> list[str]:
@@ -250,7 +250,7 @@ def _patterns(name: str, value: Any) -> list[str]:
 def _layer_count(bounds: Any) -> float:
     """Return the number of layers of a range of layer_replication; 0 if it is none, which PEFT refuses."""
     numbers = bounds if isinstance(bounds, list) and len(bounds) == 2 else ()
-    return numbers[1] - numbers[0] if numbers and all(isinstance(n, (int, float)) for n in numbers) else 0
+    return max(0, numbers[1] - numbers[0]) if numbers and all(isinstance(n, (int, float)) for n in numbers) else 0
 
 
 def is_adapter_folder(folder: Path) -> bool:
