@@ -64,20 +64,25 @@ class PreNormLayer(nn.Module):
         return feedforward_residual(x, self.feedforward)
 
 
-class StackOptions(TypedDict, total=False):
-    """The keyword arguments of `PreNormStack`."""
+class StackSizes(TypedDict, total=False):
+    """The keyword arguments of `PreNormStack` but for dropout."""
 
     width: int
     heads: int
     layers: int
     feedforward: int
-    dropout: float
     max_length: int
     positions: str
 
 
-class EncoderOptions(StackOptions, total=False):
-    """The keyword arguments of `SentenceEncoder`."""
+class StackOptions(StackSizes, total=False):
+    """The keyword arguments of `PreNormStack`."""
+
+    dropout: float
+
+
+class EncoderOptions(StackSizes, total=False):
+    """The keyword arguments of `SentenceEncoder` but for dropout."""
 
     pool: str
     vector: int | None

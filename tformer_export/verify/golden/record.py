@@ -141,7 +141,7 @@ class _Recorder:
         self.others = changed_models(model, tolerance, seed) if "generation" in self.requests else []
 
     def record(self) -> Json:
-        record: dict[str, Callable[[list[Json]], Iterator[Json]]] = {
+        record: dict[str, Callable[[list[Json]], Iterator[Any]]] = {
             "outputs": self._outputs,
             "decode": self._decode,
             "generation": self._generation,
@@ -156,12 +156,12 @@ class _Recorder:
             for kind, requests in self.requests.items()
         }
 
-    def _outputs(self, requests: list[Json]) -> Iterator[Json]:
+    def _outputs(self, requests: list[Json]) -> Iterator[list[Json]]:
         for request in requests:
             rows = run_outputs(self.model.engine, request)
             yield [{name: sample(value, self.random) for name, value in row.items()} for row in rows]
 
-    def _decode(self, requests: list[Json]) -> Iterator[Json]:
+    def _decode(self, requests: list[Json]) -> Iterator[list[Json]]:
         for request in requests:
             yield [self._row(row) for row in run_decode(self.model.engine, request)]
 
