@@ -10,12 +10,15 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tformer_runtime.base.extras import disable_telemetry
+
 # No test depends on the speed or the load of the machine.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything: read when huggingface_hub is imported
 # One thread of OpenMP for each process, read when torch is imported: two on one core take five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+disable_telemetry()  # tests import onnxruntime themselves
 YOUNG_OBJECTS = 10_000  # before a collection: an export makes 600,000, and Python would collect 800 times
 
 

@@ -12,6 +12,8 @@ import click
 from tformer_runtime.base.errors import MissingExtraError
 from tformer_runtime.cli.errors import errors_as_sentences
 
+logger = logging.getLogger(__name__)
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
@@ -66,6 +68,7 @@ def train_recipe(
     from tformer_models.recipe import load_recipe
 
     loaded = load_recipe(recipe)
+    logger.info("recipe: %s, %d steps; loading PyTorch", recipe, loaded.training.steps)
     try:
         import torch
 
@@ -76,6 +79,7 @@ def train_recipe(
         ) from error
     level = logging.ERROR if quiet else logging.INFO if verbose else logging.WARNING
     logging.getLogger("lightning.pytorch").setLevel(level)
+    logging.getLogger("matplotlib").setLevel(level)
     warnings.filterwarnings("ignore", module="lightning")
     if threads:
         torch.set_num_threads(threads)

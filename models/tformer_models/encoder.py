@@ -8,7 +8,7 @@ Shapes use B = batch, T = time, D = width, H = heads, V = vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,32 @@ class PreNormLayer(nn.Module):
         attention_residual, feedforward_residual = self.residuals
         x = attention_residual(x, lambda y: self.attention(y, mask))
         return feedforward_residual(x, self.feedforward)
+
+
+class StackSizes(TypedDict, total=False):
+    """The keyword arguments of `PreNormStack` but for dropout."""
+
+    width: int
+    heads: int
+    layers: int
+    feedforward: int
+    max_length: int
+    positions: str
+
+
+class StackOptions(StackSizes, total=False):
+    """The keyword arguments of `PreNormStack`."""
+
+    dropout: float
+
+
+class EncoderOptions(StackSizes, total=False):
+    """The keyword arguments of `SentenceEncoder` but for dropout."""
+
+    pool: str
+    vector: int | None
+    normalize: bool
+    pad: int
 
 
 class PreNormStack(nn.Module):
@@ -125,7 +151,7 @@ class SentenceEncoder(nn.Module):
         vector: int | None = None,
         normalize: bool = False,
         pad: int = 0,
-        **stack: Any,
+        **stack: Unpack[StackOptions],
     ) -> None:
         super().__init__()
         check_choice("pool", pool, POOLINGS)
@@ -149,7 +175,9 @@ class SentenceClassifier(nn.Module):
     labels: number of labels. options: passed to `SentenceEncoder`.
     """
 
-    def __init__(self, vocabulary: int, labels: int, *, dropout: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, vocabulary: int, labels: int, *, dropout: float = 0.1, **options: Unpack[EncoderOptions]
+    ) -> None:
         super().__init__()
         self.encoder = SentenceEncoder(vocabulary, dropout=dropout, **options)
         self.max_length = self.encoder.max_length

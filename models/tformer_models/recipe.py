@@ -16,6 +16,7 @@ For text files of one's own, [data] has `train` in the place of a factory: see `
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -24,6 +25,7 @@ from typing import Any
 
 from tformer_models.text_recipe import TextData, expand, is_text_recipe
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.factory_arguments import nearest
 
 TRAINING_CHOICES = {
     "optimizer": ("adam", "adamw"),
@@ -32,6 +34,18 @@ TRAINING_CHOICES = {
     "monitor": ("loss", "token_accuracy", "sequence_accuracy", "accuracy", "forecast_error"),
 }
 
+NOT_NEGATIVE = ("seed", "learning_rate", "weight_decay", "warmup", "clip", "patience", "noise")
+SHARES = ("label_smoothing", "average", "rollout")
+
+
+def _check_types(section: Any, types: Mapping[str, Any]) -> None:
+    """Raise OptionError for a value of another type."""
+    for name, expected in types.items():
+        value = getattr(section, name)
+        if not isinstance(value, expected) or isinstance(value, bool):
+            kind = {dict: "a table", str: "a text"}.get(expected, "a whole number")
+            raise OptionError(f"{name} must be {kind}, not {value!r}")
+
 
 @dataclass(frozen=True)
 class FactoryCall:
@@ -39,6 +53,9 @@ class FactoryCall:
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_types(self, {"factory": str, "arguments": dict})
 
 
 @dataclass(frozen=True)
@@ -91,14 +108,23 @@ class TrainingOptions:
         for f in fields(self):
             expected = int if f.default is MISSING else type(f.default)
             accepted = {float: (float, int), tuple: (tuple, list)}.get(expected, (expected,))
-            if not isinstance(getattr(self, f.name), accepted):
-                raise OptionError(f"{f.name} must be of type {expected.__name__}, not {getattr(self, f.name)!r}")
+            value = getattr(self, f.name)
+            if not isinstance(value, accepted) or isinstance(value, bool):
+                raise OptionError(f"{f.name} must be of type {expected.__name__}, not {value!r}")
         for name, choices in TRAINING_CHOICES.items():
             if getattr(self, name) not in choices:
                 raise OptionError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         for name in ("steps", "batch_tokens", "validate_every"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"{name} must be a number that is not negative, not {getattr(self, name)}")
+        for name in SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptionError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if len(self.betas) != 2 or not all(isinstance(n, float) and 0 <= n < 1 for n in self.betas):
+            raise OptionError(f"betas must be two numbers from 0 to below 1, such as [0.9, 0.98], not {self.betas!r}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,11 @@ class CheckpointOptions:
     task: str = "text2text-generation"
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_types(self, {"task": str, "generation_defaults": dict, "max_length": int | None})
+        if self.max_length is not None and self.max_length < 1:
+            raise OptionError(f"max_length must be at least 1, not {self.max_length}")
 
 
 @dataclass(frozen=True)
@@ -173,7 +204,7 @@ def load_recipe(path: Path) -> Recipe:
 
 def _find_problems(content: dict[str, Any]) -> list[str]:
     """Return one message per unknown or missing name."""
-    problems = [f"there is no section [{name}]" for name in content if name not in SECTIONS]
+    problems = [f"there is no section [{name}]{nearest(name, SECTIONS)}" for name in content if name not in SECTIONS]
     for_texts = is_text_recipe(content)
     sections = SECTIONS | ({"data": TextData, "model": _OwnModel} if for_texts else {})
     for section, section_class in sections.items():
@@ -187,7 +218,9 @@ def _find_problems(content: dict[str, Any]) -> list[str]:
             continue
         is_data = section == "data"
         section_fields = {f.name: f for f in fields(section_class)}
-        problems += [f"[{section}] has no {name}" for name in values if name not in section_fields]
+        problems += [
+            f"[{section}] has no {name}{nearest(name, section_fields)}" for name in values if name not in section_fields
+        ]
         problems += [
             f"[{section}] lacks {name}" + (", or train, the name of a text file" if name == "factory" else "") * is_data
             for name, f in section_fields.items()

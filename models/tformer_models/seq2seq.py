@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,17 @@ class LayerConfig:
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
         check_choice("activation", self.activation, ACTIVATIONS)
+
+
+class LayerOptions(TypedDict, total=False):
+    """The fields of `LayerConfig` as keyword arguments."""
+
+    width: int
+    heads: int
+    feedforward: int
+    dropout: float
+    norm: str
+    activation: str
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -221,7 +232,7 @@ class Seq2SeqTransformer(nn.Module):
         tie_output: bool = True,
         source_pad: int = 0,
         target_pad: int = 0,
-        **layer: Any,
+        **layer: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         check_choice("positions", positions, POSITIONS)

@@ -41,10 +41,12 @@ from tformer_models.objectives import (
 from tformer_models.recipe import Recipe, TrainingOptions
 from tformer_models.windows import SeriesDataset, WindowBatches
 from tformer_runtime.base.errors import OptionError, OutputError, TformerError
+from tformer_runtime.base.factory_arguments import wrong_arguments
 from tformer_runtime.base.whole_files import replaced_file
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_SECONDS = 10.0  # between two lines of progress
 CHECKPOINT_FOLDER = "checkpoints"  # of Lightning, in the folder of a run
 LAST_CHECKPOINT = "last"
 BEST_CHECKPOINT = "best"
@@ -72,11 +74,19 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, force: bool = F
     """
     options = recipe.training
     _check_run(recipe, output, resume=resume, force=force)
+    # The data may take minutes, and give the model further arguments.
+    _check_arguments("model", recipe.model.factory, recipe.model.arguments, complete=False)
+    _check_arguments("data", recipe.data.factory, recipe.data.arguments)
+    logger.info("data: %s", recipe.data.factory)
     dataset = _call_factory(recipe.data.factory, recipe.data.arguments)
     _check_dataset(dataset, recipe)
+    unit = "steps" if isinstance(dataset, SeriesDataset) else "examples"
+    logger.info("data: %d %s for training, %d for validation", len(dataset.train), unit, len(dataset.validation))
     arguments = {**dataset.model_arguments, **recipe.model.arguments}
+    _check_arguments("model", recipe.model.factory, arguments)
     torch.manual_seed(options.seed)
     model = _call_factory(recipe.model.factory, arguments)
+    logger.info("model: %s, %s weights", recipe.model.factory, f"{sum(p.numel() for p in model.parameters()):,}")
     if options.start:
         load_weights(model, load_checkpoint(options.start).state_dict, options.start, recipe.model.factory)
     objective, batches = _build_objective(model, dataset, options)
@@ -284,6 +294,22 @@ class MetricsHistory(Callback):
         self.previous_seconds = self.rows[-1]["seconds"]
 
 
+class ProgressLines(Callback):
+    """Logs the first step and then a step every PROGRESS_SECONDS."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.logged_at = -math.inf
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the step, if it is time to."""
+        if time.monotonic() - self.logged_at >= PROGRESS_SECONDS:
+            self.logged_at = time.monotonic()
+            logger.info("training: step %d of %d", trainer.global_step, self.steps)
+
+
 def _make_callbacks(options: TrainingOptions, output: Path, shows_progress: bool) -> list[Callback]:
     """Return the callbacks of the training loop, except the one that saves checkpoints."""
     callbacks: list[Callback] = [MetricsHistory(output, options.monitor)]
@@ -301,13 +327,21 @@ def _make_callbacks(options: TrainingOptions, output: Path, shows_progress: bool
                 options.monitor, mode=_monitor_mode(options), patience=options.patience, check_on_train_epoch_end=False
             )
         )
-    if shows_progress:
-        callbacks.append(RichProgressBar(console_kwargs={"stderr": True}))
-    return callbacks
+    shown = RichProgressBar(console_kwargs={"stderr": True}) if shows_progress else ProgressLines(options.steps)
+    return [*callbacks, shown]
 
 
 def _monitor_mode(options: TrainingOptions) -> str:
     return "min" if options.monitor in LOWER_IS_BETTER else "max"
+
+
+def _check_arguments(section: str, factory: str, arguments: Mapping[str, Any], complete: bool = True) -> None:
+    """Raise OptionError for arguments of a section that its factory does not take.
+
+    complete: whether no further arguments follow from the data.
+    """
+    if (reason := wrong_arguments(import_callable(factory), arguments, complete=complete)) is not None:
+        raise OptionError(f"the arguments of [{section}] do not fit {factory}: {reason}")
 
 
 def _call_factory(factory: str, arguments: Mapping[str, Any]) -> Any:

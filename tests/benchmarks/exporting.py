@@ -30,6 +30,7 @@ from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_export.sources.torch_module import from_module
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import Model
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.format.manifest import SpecialTokens
 
 USED_BY_AN_EXPORT = ("torch._dynamo", "onnxscript", "torch.onnx._internal.exporter._core")
@@ -114,7 +115,7 @@ def _llama() -> Source:
 
 def _load(file: Path) -> dict[str, float]:
     """Return the memory of a loaded model without the libraries, before and after a first request."""
-    importlib.import_module("onnxruntime")
+    import_onnxruntime()
     before = _resident()
     model = Model.load(file, device="cpu")
     held = _resident() - before

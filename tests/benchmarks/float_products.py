@@ -19,11 +19,13 @@ from pathlib import Path
 
 import click
 import numpy as np
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from kernels import describe_machine
 from tformer_runtime.backend.native_kernels import LoadingProducts, load_kernels
+from tformer_runtime.base.extras import import_onnxruntime
+
+onnxruntime = import_onnxruntime()
 
 ROUNDS = 11
 MULTIPLICATIONS = 1e9  # of a round, and more

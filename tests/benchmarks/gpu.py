@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import torch
 import transformers
 from onnx import TensorProto, helper
@@ -34,7 +33,10 @@ from onnx import TensorProto, helper
 from tformer_export import export
 from tformer_runtime import Model
 from tformer_runtime.backend.session import find_missing_cuda
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.decoding.sampling import Sampler
+
+onnxruntime = import_onnxruntime()
 
 SIZES: dict[str, dict[str, int]] = {
     "1.1B": {

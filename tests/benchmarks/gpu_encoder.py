@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 import transformers
 
 from tformer_export import Task, export
 from tformer_runtime import Model
 from tformer_runtime.backend.session import find_missing_cuda
+from tformer_runtime.base.extras import import_onnxruntime
+
+onnxruntime = import_onnxruntime()
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}

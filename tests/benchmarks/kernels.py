@@ -23,11 +23,13 @@ from pathlib import Path
 
 import click
 import numpy as np
-import onnxruntime
 
 from tformer_runtime.backend import native_kernels
+from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
+
+onnxruntime = import_onnxruntime()
 
 STEPS = 4
 SOURCE, CACHED = 24, 16  # tokens of a source, and before a measured step

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import click
 
+from tformer_runtime.base.extras import disable_telemetry
+
 ROOT = Path(__file__).parents[2]
 BARE = """
 import onnxruntime
@@ -107,6 +109,7 @@ def _python(program: str, path: Path) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Return the environment, with which Python keeps compiled modules, as it does for installed ones."""
+    disable_telemetry()
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "runtime")])}
 

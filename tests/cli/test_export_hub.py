@@ -76,7 +76,7 @@ def test_models_that_the_cache_lacks_are_refused_offline(cache, refused):
     assert "there is no file or folder someone/model.pt: name a checkpoint" in refused("someone/model.pt")
 
 
-def test_adapter_in_the_cache_is_merged_into_its_base_there(cache, run, tmp_path):
+def test_adapter_in_the_cache_is_merged_into_its_base_there(cache, run, tmp_path, caplog):
     lora = peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM")
     adapted = make_adapter(gpt2(), lora, tmp_path / "adapter", REPO)
     repo = cache.parent / "models--someone--formal"
@@ -86,6 +86,7 @@ def test_adapter_in_the_cache_is_merged_into_its_base_there(cache, run, tmp_path
     (tmp_path / "adapter").rename(repo / "snapshots" / COMMIT)
     status, err = run("someone/formal")
     assert status == 0, err
+    assert f"names {REPO} as its base model, which is loaded from the hub" in caplog.text
     prompt = [1, 5, 7]
     expected = greedy(adapted, prompt, 6)[0]
     assert list(Model.load("formal.onnx", "cpu").generate(prompt, max_new_tokens=6).token_ids) == expected

@@ -220,10 +220,13 @@ def test_file_of_weights_stands_for_its_folder(user_folder, run, refused):
     [
         ('{"width": 8', "--config config.json is not JSON: "),
         ("[8]", "--config config.json must hold a JSON object, the factory's keyword arguments by name, not list"),
-        ("{}", "the factory mine:Plain cannot be called with no arguments: missing a required argument: 'width'"),
+        (
+            "{}",
+            "cannot be called with no arguments: it lacks the argument width; its arguments are width",
+        ),
         (
             '{"width": 8, "heads": 2}',
-            "the factory mine:Plain cannot be called with width, heads: got an unexpected keyword argument 'heads'",
+            "cannot be called with width, heads: it has no argument heads; its arguments are width",
         ),
         ('{"width": "eight"}', "the factory mine:Plain failed: "),
         (None, "--config config.json cannot be read: "),
@@ -233,9 +236,9 @@ def test_invalid_config_is_refused(content, message, user_folder, refused):
     torch.save(plain()[0], "weights.pt")
     if content is not None:
         Path("config.json").write_text(content)
-    assert refused(
+    assert message in refused(
         "weights.pt", "--factory", "mine:Plain", "--config", "config.json", "--step-input", "ids", "-o", "out.onnx"
-    ).startswith(message)
+    )
 
 
 def test_config_without_a_factory_is_refused(user_folder, refused):

@@ -51,9 +51,10 @@ def seed_graphs() -> list[bytes]:
 
 def run_graph(data: bytes) -> None:
     """Open a file as the runtime does, with numpy's weights and with native kernels, and run it."""
-    import onnxruntime
-
     from tformer_runtime.backend.native_kernels import LoadingProducts, load_kernels
+    from tformer_runtime.base.extras import import_onnxruntime
+
+    onnxruntime = import_onnxruntime()
 
     derived_weights.MIN_DERIVED_BYTES = 1
     path = models.folder() / "case.onnx"

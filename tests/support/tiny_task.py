@@ -1,6 +1,7 @@
 """A data set that a tiny model learns in seconds: the successor of each digit."""
 
 import random
+from dataclasses import replace
 
 from tformer_models.data import Dataset
 
@@ -17,6 +18,11 @@ def successors(num_pairs: int = 200, max_digits: int = 6, digits: int = 5) -> Da
 
     sizes = {"source_vocabulary": FIRST_DIGIT + digits, "target_vocabulary": FIRST_DIGIT + digits}
     return Dataset(train=draw_pairs(num_pairs), validation=draw_pairs(50), model_arguments=sizes)
+
+
+def sizeless() -> Dataset:
+    """Return a data set that does not tell the sizes of its vocabularies."""
+    return replace(successors(), model_arguments={})
 
 
 def no_pairs() -> Dataset:

@@ -1,8 +1,9 @@
 """Boundaries of the packages: the runtime and its server import no torch, the compiler no models, and the models only
-the format of model.pt, the errors and the writing of whole files."""
+the format of model.pt with its factory, the errors and the writing of whole files."""
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,20 +19,26 @@ PACKAGE_FOLDERS = {
 }
 BANNED = {
     "tformer_runtime": (
-        "torch", "onnx", "onnx_ir", "onnxscript", "transformers", "tformer_export", "tformer_models", "tformer_serve",
+        "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "tformer_export", "tformer_models",
+        "tformer_serve",
     ),
     "tformer_serve": (
         "torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "tformer_export", "tformer_models",
     ),
-    "tformer_export": ("tformer_models", "tformer_serve", "lightning"),
+    "tformer_export": ("tformer_models", "tformer_serve", "lightning", "onnxruntime"),
     "tformer_models": ("onnx", "onnxruntime", "onnx_ir", "tformer_serve"),
 }  # fmt: skip
 ALLOWED_IN_MODELS = (
     "tformer_export.common.checkpoint",
+    "tformer_runtime.base.factory_arguments",
     "tformer_export.common.task",
     "tformer_runtime.base.errors",
     "tformer_runtime.base.whole_files",
     "tformer_runtime.cli.errors",
+)
+DIRECT_IMPORT = re.compile(
+    r"""^\s*(import\s+([\w.]+,\s*)*onnxruntime|from\s+onnxruntime)\b|(import_module|import_optional)\(\s*["']onnxruntime""",
+    re.M,
 )
 
 
@@ -85,6 +92,31 @@ def test_import_does_not_load_heavy_packages(module: str, absent: tuple[str, ...
     code = f"import sys, {module}; print([n for n in {absent!r} if n in sys.modules])"
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert completed.stdout.strip() == "[]"
+
+
+def test_onnxruntime_is_imported_in_one_place_which_turns_its_telemetry_off() -> None:
+    """Tests import it after `tests/conftest.py`. Engines of the benchmark get the variable from `versus.client`."""
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for folder in (
+            "tformer_export",
+            "runtime",
+            "models",
+            "docs",
+            "tests/benchmarks",
+            "tests/fuzz",
+            "tests/wild_packages",
+        )
+        for path in (ROOT / folder).rglob("*.py")
+        if "node_modules" not in path.parts and DIRECT_IMPORT.search(path.read_text(encoding="utf-8"))
+    }
+    engines = {name for name in files if name.startswith("tests/benchmarks/versus/engines/")}
+    assert files - engines == {
+        "runtime/tformer_runtime/base/extras.py",
+        "runtime/web/bench/export_peer.py",  # of an environment without tformer: it sets the variable itself
+        "tests/benchmarks/opening.py",  # programs of a child process, whose environment has the variable
+        "tests/benchmarks/stand_in/avx2.py",  # the same
+    }
 
 
 @pytest.mark.parametrize("package", ["tformer_export", "tformer_runtime"])

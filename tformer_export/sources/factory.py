@@ -9,7 +9,6 @@ module                         an nn.Module whose forward takes token ids, (batc
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from tformer_export.sources.hugging_face.folder import from_transformers, is_tra
 from tformer_export.sources.state_dict import read_weights
 from tformer_export.sources.torch_module import example_ids, from_module
 from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.factory_arguments import wrong_arguments
 from tformer_runtime.cli.errors import TERMINATED
 
 # Arguments of `export` that a factory may return with its module and example: how the module is called, and the others.
@@ -72,13 +72,9 @@ def from_pickle(path: Path, step_input: str | None = None, head: Head = None) ->
 def _call(spec: str, arguments: Mapping[str, Any]) -> Any:
     see_current_folder()
     make = import_callable(spec)
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
+    if (reason := wrong_arguments(make, arguments)) is not None:
         names = ", ".join(arguments) or "no arguments"
-        raise SourceError(f"the factory {spec} cannot be called with {names}: {error}") from error
-    except ValueError:  # a callable without a signature
-        pass
+        raise SourceError(f"the factory {spec} cannot be called with {names}: {reason}")
     try:
         return make(**arguments)
     except (Exception, SystemExit) as error:  # user code: whatever it raises means that there is nothing to export

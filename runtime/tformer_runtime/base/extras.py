@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from typing import Any
 
 from tformer_runtime.base.errors import MissingExtraError
 
+TELEMETRY_OFF = {  # environment variables of packages that send data unasked → the value with which they send nothing
+    "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime 1.29 and later; else it also writes a device id under HOME
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # versions of Python and torch, which go with each download
+}
 MIN_ONNXRUNTIME = (1, 30)  # the first that has all operators of files, such as attention that is not causal
-
-
 _BUILDS = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cuda": "onnxruntime-gpu"}  # extra → package
 
 
@@ -38,12 +42,22 @@ def install_command(*extras: str) -> str:
     return f"pip uninstall -y {' '.join(others)}, then {command}" if wanted and others else command
 
 
+def disable_telemetry() -> None:
+    """Turn off the telemetry of packages that are not imported yet, in this process and its children.
+
+    A setting that the environment has stays.
+    """
+    for variable, value in TELEMETRY_OFF.items():
+        os.environ.setdefault(variable, value)
+
+
 def import_optional(name: str, purpose: str, extra: str) -> Any:
     """Import and return an optional module. Raise MissingExtraError if it is not installed or cannot be loaded.
 
     purpose: the beginning of the error's sentence, such as "reading sound needs soundfile".
     extra: the extra of the package tformer that installs the module.
     """
+    disable_telemetry()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -57,6 +71,8 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
 
 def import_onnxruntime() -> Any:
     """Import and return onnxruntime. Raise MissingExtraError if it is not installed, not whole, or too old.
+
+    No module imports onnxruntime in another way, because its telemetry is turned off here.
 
     The wheels onnxruntime and onnxruntime-gpu have the same files. If both are installed and one is removed, a folder
     without a module is left, which Python imports as an empty package.

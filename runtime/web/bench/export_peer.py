@@ -9,8 +9,11 @@ MatMulNBits in blocks of 32, as in the files of the hub.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when onnxruntime is imported
 
 import onnx
 from onnxruntime.quantization import QuantType, quantize_dynamic

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnxruntime
+from tformer_runtime.base.extras import import_onnxruntime
 
 ROOT = Path(__file__).parents[3]
 COPY = ROOT / "build" / "onnxruntime-avx2"
@@ -35,6 +35,7 @@ raise SystemExit(int(found[0, 0] == 64 * 255 * 127))
 
 
 def main(command: list[str]) -> int:
+    onnxruntime = import_onnxruntime()  # without telemetry, here and in the command
     installed = Path(onnxruntime.__file__).parent
     target = COPY / onnxruntime.__version__
     if not target.exists():

@@ -12,11 +12,13 @@ import sys
 from typing import Any
 
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper
 
 from tformer_export.lowering.target import TARGETS
 from tformer_export.passes.half_precision import HALVES
+from tformer_runtime.base.extras import import_onnxruntime
+
+onnxruntime = import_onnxruntime()
 
 MICROSOFT = "com.microsoft"
 # Inputs of an operator: F numbers of the examined type, f float32, l int64, i int32, b bool, u uint8, - none.

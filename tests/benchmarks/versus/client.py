@@ -67,6 +67,9 @@ def require_installed(peer: Peer) -> None:
 
 def environment(threads: int) -> dict[str, str]:
     """Return the environment variables of an engine's process."""
+    from tformer_runtime.base.extras import disable_telemetry  # the environments of other engines lack it
+
+    disable_telemetry()
     path = os.pathsep.join(filter(None, [str(BENCHMARKS), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     # Installed packages have bytecode; tformer, in the repository, needs it too

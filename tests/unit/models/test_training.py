@@ -14,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from matplotlib.figure import Figure
+from support import tiny_task
 
 from tformer_export.common.checkpoint import load_checkpoint
 from tformer_models.cli import main
@@ -319,12 +320,65 @@ def test_recipe_error_lists_all_unknown_and_missing_names(tmp_path):
         ("monitor = 'wer'", "monitor"),
         ("clip = 'no'", "clip must be of type float"),
         ("seed = 1.5", "seed must be of type int"),
+        ("clip = true", "clip must be of type float, not True"),
+        ("learning_rate = -1", "learning_rate must be a number that is not negative"),
+        ("learning_rate = nan", "learning_rate must be a number that is not negative"),
+        ("weight_decay = inf", "weight_decay must be a number that is not negative"),
+        ("average = 1.5", "average must be between 0 and 1"),
+        ("betas = [0.9]", "betas must be two numbers"),
+        ("betas = ['a', 0.9]", "betas must be two numbers"),
+        ("betas = [0.9, 1.0]", "betas must be two numbers"),
+        ("warmpu = 3", r"\[training\] has no warmpu \(nearest: warmup\)"),
+        ("[checkpoint]\ntask = 3", "task must be a text, not 3"),
+        ("[checkpoint]\nmax_length = 0", "max_length must be at least 1"),
+        ("[checkpoint]\nmax_length = 'all'", "max_length must be a whole number, not 'all'"),
+        ("[checkpoint]\ngeneration_defaults = 3", "generation_defaults must be a table, not 3"),
+        ("[chekpoint]", r"there is no section \[chekpoint\] \(nearest: checkpoint\)"),
     ],
 )
 def test_invalid_value_in_a_recipe_is_refused(tmp_path, line, message):
     (tmp_path / "recipe.toml").write_text(RECIPE_TOML + line)
     with pytest.raises(OptionError, match=message):
         load_recipe(tmp_path / "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "heads = 2",
+            "haeds = 2",
+            r"\[model\] do not fit .*: it has no argument haeds \(nearest: heads\); its arguments are",
+        ),
+        (
+            "heads = 2",
+            "heads = '2'",
+            r"\[model\] do not fit tformer_models.seq2seq:Seq2SeqTransformer: heads must be int",
+        ),
+        (
+            'successors"',
+            'successors"\narguments = { pairs = 3 }',
+            r"\[data\] do not fit .* no argument pairs \(nearest: num_pairs\)",
+        ),
+        ('successors"', 'successors"\narguments = 3', "arguments must be a table, not 3"),
+        ('factory = "support', "factory = 3 #", "factory must be a text, not 3"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_data_are_read(tmp_path, monkeypatch, old, new, message):
+    def read(**_arguments):
+        raise AssertionError("the data are read")
+
+    monkeypatch.setattr(tiny_task, "Dataset", read)
+    (tmp_path / "recipe.toml").write_text(RECIPE_TOML.replace(old, new))
+    with pytest.raises(OptionError, match=message):
+        train(load_recipe(tmp_path / "recipe.toml"), tmp_path / "run")
+
+
+def test_arguments_that_lack_one_are_refused_before_the_model_is_made(tmp_path):
+    """The data give the sizes of the vocabularies; this data set gives none."""
+    (tmp_path / "recipe.toml").write_text(RECIPE_TOML.replace(":successors", ":sizeless"))
+    with pytest.raises(OptionError, match="it lacks the argument source_vocabulary, target_vocabulary; its arguments"):
+        train(load_recipe(tmp_path / "recipe.toml"), tmp_path / "run")
 
 
 @pytest.mark.parametrize("content", ["steps = = 2", "\x00"])
@@ -366,10 +420,14 @@ def test_command_refuses_resume_with_force():
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "lines"), [([], 1), (["--quiet"], 0)], ids=["a line of metrics per validation", "quiet"]
-)
-def test_command_writes_metrics_unless_it_is_quiet(tmp_path, options, lines):
+PROGRESS = [
+    "recipe: ", "data: support.tiny_task:successors", "data: 200 examples for training, 50 for validation",
+    "model: tformer_models.seq2seq:Seq2SeqTransformer, ", "training: step 1 of 2", "step 2, train_loss ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "starts"), [([], PROGRESS), (["--quiet"], [])], ids=["progress", "quiet"])
+def test_command_writes_progress_and_metrics_unless_it_is_quiet(tmp_path, options, starts):
     recipe = tmp_path / "small.toml"
     recipe.write_text(RECIPE_TOML)
     command = [sys.executable, "-c", "from tformer_models.cli import main; main()", recipe, *options]
@@ -378,8 +436,8 @@ def test_command_writes_metrics_unless_it_is_quiet(tmp_path, options, lines):
         [*command, "--output", tmp_path / "run"], capture_output=True, check=True, text=True, cwd=tests
     )
     assert result.stdout == f"{tmp_path / 'run' / 'model.pt'}\n"
-    assert len(result.stderr.splitlines()) == lines
-    assert all(line.startswith("step ") for line in result.stderr.splitlines())
+    lines = result.stderr.splitlines()
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
 
 
 def test_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):

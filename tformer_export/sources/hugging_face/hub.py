@@ -6,12 +6,11 @@ downloaded: configurations, tokenizers and weights. Python code is not.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
-from tformer_runtime.base.errors import MissingExtraError, SourceError
-from tformer_runtime.base.extras import install_command
+from tformer_runtime.base.errors import SourceError
+from tformer_runtime.base.extras import import_optional
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL = (".pt", ".pt2", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".json")  # no model's name ends like this
@@ -43,10 +42,8 @@ def download(repo: str, revision: str | None = None) -> Path:
     Raises SourceError if the hub has no such model or revision, does not let the user read it, or cannot be reached;
     MissingExtraError without huggingface_hub.
     """
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise MissingExtraError(
-            f"there is no file or folder {repo}, and a model of the hub needs transformers: {install_command('hf')}"
-        )
+    purpose = f"there is no file or folder {repo}, and a model of the hub needs transformers"
+    import_optional("huggingface_hub", purpose, "hf")
     folder = _snapshot(repo, revision, (*_TEXTS, *_SAFETENSORS))
     parts = (folder, *(path for path in folder.iterdir() if path.is_dir()))
     without = [part for part in parts if (part / "config.json").exists() and not any(part.glob("*.safetensors"))]

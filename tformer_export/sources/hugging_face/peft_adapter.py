@@ -1,7 +1,7 @@
 """Adapters of PEFT: a folder with adapter_config.json and adapter_model.safetensors, and the base model that it names.
 
 Both files are untrusted. The settings are checked here before PEFT reads them: those with which PEFT would import
-modules or unpickle files are refused, and weights are read in safetensors only.
+modules, unpickle files or compute for ever are refused, and weights are read in safetensors only.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -9,6 +9,8 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import importlib.util
+import logging
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,8 +25,11 @@ from tformer_export.sources.base import Source
 from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_export.sources.task_names import ANSWERS, CLASSIFIES, FEATURES, GENERATES, LABELS_TOKENS, TRANSLATES
 from tformer_export.sources.untrusted_files import read_json, refuse_special_files
+from tformer_runtime.base.child_process import ChildEndedError, ChildProcess
 from tformer_runtime.base.errors import MissingExtraError, SourceError
 from tformer_runtime.base.extras import install_command
+
+logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 TASKS = {  # task_type of PEFT → task
@@ -49,6 +54,13 @@ _REFUSED_SETTINGS = {  # settings with which PEFT imports a module or unpickles 
 }
 OVERWRITTEN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # the loaded weights replace all of them
 _BASE_CHANGING_INITS = ("pissa", "olora")  # computed from the base model, without reading files
+MAX_CONFIG_BYTES = 4 << 20  # of adapter_config.json; the ranks of a model of 70 B take some hundred kilobytes
+MAX_MATCH_SECONDS = 10.0  # of processor time, for all expressions of an adapter; published ones take milliseconds
+MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
+MAX_LAYERS = 1000  # of layer_replication
+_NAMES = ("target_modules", "exclude_modules")  # whose lists PEFT compares with ends of names
+_LITERAL = re.compile(r"[\w.-]*")  # a text that is matched in linear time
+_NOT_MERGED = ("ADAPTION_PROMPT", "XLORA", "POLY", "SHADOW")  # XLORA and SHADOW load models that they name
 _PEFT_OWN = ("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode")
 
 
@@ -91,6 +103,7 @@ class PeftAdapter:
         folder = next((place for place in places if (place / "config.json").is_file()), None)
         if folder is None and not any(place.exists() for place in places) and is_hub_id(name):
             revision = self.settings.get("revision")
+            logger.warning("the adapter %s names %s as its base model, which is loaded from the hub", self.folder, name)
             folder = download(name, revision if isinstance(revision, str) else None)
         if folder is None:
             raise self.error(
@@ -117,6 +130,8 @@ class PeftAdapter:
         from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 
         config = self._config(generic)
+        self._check_sizes()
+        self._check_patterns(module)
         self._resize_embeddings(module)
         try:
             with warnings.catch_warnings():
@@ -185,12 +200,58 @@ class PeftAdapter:
         config.inference_mode = True
         return config
 
+    def _check_sizes(self) -> None:
+        """Raise SourceError for sizes in the settings for which PEFT would take any amount of memory."""
+        ranges = self.settings.get("layer_replication")
+        if isinstance(ranges, list) and sum(map(_layer_count, ranges)) > MAX_LAYERS:
+            raise self.error(f"repeats layers until there are more than {MAX_LAYERS} (layer_replication)")
+        patterns = self.settings.get("rank_pattern")
+        ranks = [self.settings.get("r"), *(patterns.values() if isinstance(patterns, Mapping) else ())]
+        rank = max((rank for rank in ranks if isinstance(rank, (int, float))), default=0)
+        largest = max((size for name in self.tensors for size in self.shape(name)), default=0)
+        if self.kind == LORA and rank > largest:  # LoRA has it as an axis of its weights
+            raise self.error(f"states the rank {rank}, and no axis of its weights has more than {largest} numbers")
+
+    def _check_patterns(self, module: nn.Module) -> None:
+        """Raise SourceError if PEFT would need too long to find the adapted modules by the settings."""
+        patterns = {name: _patterns(name, value) for name, value in self.settings.items() if name not in _PEFT_OWN}
+        matched = [pattern for listed in patterns.values() for pattern in listed]
+        if not matched:
+            return
+        names = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+        try:
+            names += [_PREFIX + name for name in names]
+            _matcher.ask({"patterns": matched, "names": names, "seconds": MAX_MATCH_SECONDS})
+        except ChildEndedError as error:
+            settings = ", ".join(name for name, listed in patterns.items() if listed)
+            raise self.error(
+                f"has regular expressions in its {CONFIG} ({settings}) that took more than {MAX_MATCH_SECONDS:.0f} s "
+                "to match the names of the base model's modules: list the adapted modules by name"
+            ) from error
+
     def _missing_saved(self, model: Any, name: str) -> list[str]:
         """Return the parameters that the adapter replaces as a whole and whose values it lacks."""
         part = f".modules_to_save.{name}."
         names = [key.removeprefix(_PREFIX) for key in model.state_dict() if part in key]
         expected = [key.replace(part, ".") for key in names]
         return [key for key in expected if not self.supplies(key) and not any(part in key for part in _LORA_PARTS)]
+
+
+_matcher = ChildProcess(Path(__file__).with_name("pattern_worker.py"), MAX_REPLY_SECONDS)
+
+
+def _patterns(name: str, value: Any) -> list[str]:
+    """Return the texts of a setting that PEFT may match as regular expressions."""
+    if isinstance(value, str):
+        return [] if _LITERAL.fullmatch(value) else [value]
+    parts = value if isinstance(value, (list, Mapping)) else ()  # of a mapping its keys
+    return [part for part in parts if isinstance(part, str) and not (name in _NAMES and _LITERAL.fullmatch(part))]
+
+
+def _layer_count(bounds: Any) -> float:
+    """Return the number of layers of a range of layer_replication; 0 if it is none, which PEFT refuses."""
+    numbers = bounds if isinstance(bounds, list) and len(bounds) == 2 else ()
+    return max(0, numbers[1] - numbers[0]) if numbers and all(isinstance(n, (int, float)) for n in numbers) else 0
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -212,6 +273,8 @@ def read_adapter(folder: Path) -> PeftAdapter:
     from safetensors import SafetensorError, safe_open
 
     refuse_special_files(folder)
+    if (size := (folder / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
+        raise SourceError(f"{folder / CONFIG} has {size:,} bytes, and at most {MAX_CONFIG_BYTES:,} are read")
     settings = read_json(folder / CONFIG)
     if not isinstance(settings, dict):
         raise SourceError(f"{folder / CONFIG} must hold a JSON object")
@@ -230,7 +293,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
         raise adapter.error(f"is of the kind {settings.get('peft_type')!r}, which PEFT does not know: update PEFT")
     from peft.config import PromptLearningConfig
 
-    if issubclass(config, PromptLearningConfig) or adapter.kind in ("ADAPTION_PROMPT", "XLORA", "POLY"):
+    if issubclass(config, PromptLearningConfig) or adapter.kind in _NOT_MERGED:
         raise adapter.error(
             f"is of the kind {adapter.kind}, which changes no weights and cannot be merged: adapters that change "
             "weights, such as LoRA, DoRA and IA3, can be exported"

@@ -69,6 +69,18 @@ class Draws:
             DrawnCase("rows of several lengths", [self.request(length) for length in lengths]),
         ]
 
+    def generation_cases(self) -> list[Json]:
+        """Return inputs of generation: a longer and a shorter one, each with a prompt if the file takes one."""
+        cases = []
+        for length in (6, 3):
+            inputs = self.inputs(length)
+            if self.manifest.takes_prompt:
+                assert self.manifest.decode is not None
+                prompt = self.tokens(min(length, max(1, self.manifest.max_length // 2)))
+                inputs[self.manifest.decode.step.name] = encode_array(prompt)
+            cases.append({"inputs": inputs})
+        return cases
+
     def _case(
         self, name: str, prompts: Sequence[int], steps: Sequence[int], sources: Sequence[int], longest: int
     ) -> DrawnCase:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tformer_export.verify.golden.run import (
     run_outputs,
     run_stream,
 )
-from tformer_export.verify.golden.values import SAMPLED, Json, encode_array, sample, sample_logits
+from tformer_export.verify.golden.values import SAMPLED, Json, encode_array, sample, sample_logits, stored_positions
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.whole_files import replaced_file
 from tformer_runtime.decoding.request import Result
@@ -39,7 +39,6 @@ INTEGER_TOLERANCE = 5e-2
 MAX_NEW_TOKENS = 12
 GREEDY = {"num_beams": 1, "num_return_sequences": 1}
 BEAMS = {"num_beams": 4, "num_return_sequences": 4}
-STORED_POSITIONS = 12  # of the logits of a row: the last ones
 MAX_FIELDS = 8192  # characters of a result as JSON, beyond which its numbers are stored alone
 
 
@@ -57,32 +56,38 @@ def make_golden(path: Path, seed: int = 0) -> Json:
     Cost: a few hundred steps of the model.
     """
     with open_model(path) as model:
-        manifest = model.manifest
-        golden: Json = {
+        facts = file_facts(path, model.manifest)
+        tolerance = tolerance_of(facts)
+        return {
             "format": FORMAT,
             "version": VERSION,
-            "file": {
-                "name": path.name,
-                "sha256": _sha256(path),
-                "task": manifest.task,
-                "target": manifest.target,
-                "precision": manifest.precision,
-                "quantization": manifest.quantization,
-            },
+            "file": facts,
             "seed": seed,
-            "tolerance": _tolerance(manifest),
+            "tolerance": tolerance,
+            **_Recorder(model, tolerance, seed).record(),
         }
-        golden |= _Recorder(model, golden["tolerance"], seed).record()
-    return golden
 
 
-def _tolerance(manifest: Manifest) -> float:
-    """Return the tolerance of a file, which follows from its roundings. Products of a file for the web have none."""
+def file_facts(path: Path, manifest: Manifest) -> Json:
+    """Return what a golden file says of its model file."""
     caches = manifest.decode.caches if manifest.decode is not None else ()
-    products = manifest.quantization != "none" and manifest.target != "web"
-    if products or any(cache.dtype in ("int8", "uint8") for cache in caches):
+    return {
+        "name": path.name,
+        "sha256": _sha256(path),
+        "task": manifest.task,
+        "target": manifest.target,
+        "precision": manifest.precision,
+        "quantization": manifest.quantization,
+        "caches": sorted({cache.dtype for cache in caches}),
+    }
+
+
+def tolerance_of(facts: Mapping[str, Any]) -> float:
+    """Return the tolerance of a file, which follows from its roundings. Products of a file for the web have none."""
+    products = facts["quantization"] != "none" and facts["target"] != "web"
+    if products or not {"int8", "uint8"}.isdisjoint(facts["caches"]):
         return INTEGER_TOLERANCE
-    return FLOAT_TOLERANCE if manifest.precision == "fp32" else HALF_TOLERANCE
+    return FLOAT_TOLERANCE if facts["precision"] == "fp32" else HALF_TOLERANCE
 
 
 def _sha256(path: Path) -> str:
@@ -101,95 +106,96 @@ def golden_bytes(golden: Json) -> bytes:
     return (json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
 
+def requests_of(model: Model, seed: int) -> dict[str, list[Json]]:
+    """Return all requests of a golden file, by their kind, as they follow from the manifest and the seed."""
+    manifest, draws = model.manifest, Draws(model.engine, seed)
+    random = np.random.default_rng(seed + 2)
+    requests: dict[str, list[Json]] = {}
+    if manifest.decode is None:
+        requests["outputs"] = [case.to_json() for case in draws.output_cases()]
+    else:
+        requests["decode"] = [case.to_json() for case in draws.decode_cases()]
+    if not generates(manifest):
+        requests["results"] = [{"input": raw} for raw in raw_inputs(model, task_of(manifest), random)]
+    elif manifest.takes_prompt or manifest.special_tokens.bos_token_ids:  # a token to start from
+        cases = [*draws.generation_cases(), *raw_inputs(model, None, random)]
+        requests["generation"] = [
+            {**case, "options": {"max_new_tokens": MAX_NEW_TOKENS, **search, "top_logprobs": 2}}
+            for case in cases
+            for search in (GREEDY, BEAMS)
+        ]
+        requests["streams"] = [
+            {**case, "options": {"max_new_tokens": 2 * MAX_NEW_TOKENS, "num_beams": 1}}
+            for case in cases
+            if model.inputs.output_codec is not None and ("text" in case or not manifest.adapters)
+        ]
+    return requests
+
+
 class _Recorder:
-    """Draws the requests of a file and records their results."""
+    """Records the results of the requests of a file."""
 
     def __init__(self, model: Model, tolerance: float, seed: int) -> None:
-        self.model, self.tolerance, self.seed = model, tolerance, seed
-        self.draws = Draws(model.engine, seed)
+        self.model, self.requests = model, requests_of(model, seed)
         self.random = np.random.default_rng(seed + 1)
+        self.others = changed_models(model, tolerance, seed) if "generation" in self.requests else []
 
     def record(self) -> Json:
-        manifest, model = self.model.manifest, self.model
-        task = None if generates(manifest) else task_of(manifest)
-        if manifest.decode is None:
-            return {"outputs": list(self._outputs()), "results": self._results(task)}
-        decode = list(self._decode())
-        if task is not None:
-            return {"decode": decode, "results": self._results(task)}
-        if not (manifest.takes_prompt or manifest.special_tokens.bos_token_ids):
-            return {"decode": decode}  # no token to start from
-        generation = list(self._generation())
-        streams = list(self._streams()) if model.inputs.output_codec is not None else []
-        return {"decode": decode, "generation": generation, "streams": streams}
+        record: dict[str, Callable[[list[Json]], Iterator[Any]]] = {
+            "outputs": self._outputs,
+            "decode": self._decode,
+            "generation": self._generation,
+            "streams": self._streams,
+            "results": self._results,
+        }
+        return {
+            kind: [
+                {**request, "expected": expected}
+                for request, expected in zip(requests, record[kind](requests), strict=True)
+            ]
+            for kind, requests in self.requests.items()
+        }
 
-    def _outputs(self) -> Iterator[Json]:
-        for case in self.draws.output_cases():
-            described = case.to_json()
-            rows = run_outputs(self.model.engine, described)
-            expected = [{name: sample(value, self.random) for name, value in row.items()} for row in rows]
-            yield {**described, "expected": expected}
+    def _outputs(self, requests: list[Json]) -> Iterator[list[Json]]:
+        for request in requests:
+            rows = run_outputs(self.model.engine, request)
+            yield [{name: sample(value, self.random) for name, value in row.items()} for row in rows]
 
-    def _decode(self) -> Iterator[Json]:
-        for case in self.draws.decode_cases():
-            described = case.to_json()
-            rows = run_decode(self.model.engine, described)
-            yield {**described, "expected": [self._row(row) for row in rows]}
+    def _decode(self, requests: list[Json]) -> Iterator[list[Json]]:
+        for request in requests:
+            yield [self._row(row) for row in run_decode(self.model.engine, request)]
 
     def _row(self, row: DecodedRow) -> Json:
         length, width = row.logits.shape[0], row.logits.shape[-1]
         extras = {name: sample(value, self.random) for name, value in row.extras.items()}
         if self.model.engine.decode.features:
             return {"outputs": encode_array(row.logits), "extras": extras}
-        positions = list(range(max(0, length - STORED_POSITIONS), length))
+        positions = stored_positions(length)
         columns = np.sort(self.random.choice(width, min(width, SAMPLED), replace=False)).tolist()
         return {"logits": sample_logits(row.logits[positions], positions, columns), "extras": extras}
 
-    def _cases(self) -> Iterator[Json]:
-        """Yield inputs of generation: drawn ids, then texts."""
-        manifest = self.model.manifest
-        for length in (6, 3):
-            inputs = self.draws.inputs(length)
-            if manifest.takes_prompt:
-                assert manifest.decode is not None
-                prompt = self.draws.tokens(min(length, max(1, manifest.max_length // 2)))
-                inputs = {**inputs, manifest.decode.step.name: encode_array(prompt)}
-            yield {"inputs": inputs}
-        yield from raw_inputs(self.model, None, self.random)
+    def _generation(self, requests: list[Json]) -> Iterator[Json]:
+        for request in requests:
+            results = run_generation(self.model, request)
+            changed = [run_generation(other, request) for other in self.others]
+            expected: Json = {
+                "sequences": [_sequence(result) for result in results],
+                "decided_tokens": decided_tokens(results, changed),
+                "all_decided": all_decided(results, changed),
+            }
+            if "text" in request:
+                expected["read"] = prompt_of(self.model, request)
+            yield expected
 
-    def _generation(self) -> Iterator[Json]:
-        others = changed_models(self.model, self.tolerance, self.seed)
-        for case in self._cases():
-            for search in (GREEDY, BEAMS):
-                described = {**case, "options": {"max_new_tokens": MAX_NEW_TOKENS, **search, "top_logprobs": 2}}
-                results = run_generation(self.model, described)
-                changed = [run_generation(other, described) for other in others]
-                expected: Json = {
-                    "sequences": [_sequence(result) for result in results],
-                    "decided_tokens": decided_tokens(results, changed),
-                    "all_decided": all_decided(results, changed),
-                }
-                if "text" in case:
-                    expected["read"] = prompt_of(self.model, case)
-                yield {**described, "expected": expected}
+    def _streams(self, requests: list[Json]) -> Iterator[Json]:
+        for request in requests:
+            pieces = run_stream(self.model, request)
+            yield {"pieces": pieces, "decided": all(run_stream(other, request) == pieces for other in self.others)}
 
-    def _streams(self) -> Iterator[Json]:
-        others = changed_models(self.model, self.tolerance, self.seed)
-        for case in self._cases():
-            if "text" not in case and self.model.manifest.adapters:
-                continue
-            described = {**case, "options": {"max_new_tokens": 2 * MAX_NEW_TOKENS, "num_beams": 1}}
-            pieces = run_stream(self.model, described)
-            decided = all(run_stream(other, described) == pieces for other in others)
-            yield {**described, "expected": {"pieces": pieces, "decided": decided}}
-
-    def _results(self, task: BaseTask | None) -> list[Json]:
-        assert task is not None
-        raws = raw_inputs(self.model, task, self.random)
-        results = run_raw(self.model, task, raws) if raws else []
-        return [
-            {"input": raw, "expected": self._result(task, result)} for raw, result in zip(raws, results, strict=True)
-        ]
+    def _results(self, requests: list[Json]) -> Iterator[Json]:
+        task = task_of(self.model.manifest)
+        results = run_raw(self.model, task, [request["input"] for request in requests]) if requests else []
+        return (self._result(task, result) for result in results)
 
     def _result(self, task: BaseTask, result: Any) -> Json:
         fields = task.format_fields(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tformer_export.verify.golden.raw import run_raw
-from tformer_export.verify.golden.record import FORMAT, VERSION, open_model
+from tformer_export.verify.golden.record import FORMAT, VERSION, file_facts, open_model, requests_of, tolerance_of
 from tformer_export.verify.golden.run import prompt_of, run_decode, run_generation, run_outputs, run_stream
 from tformer_export.verify.golden.values import (
     Json,
@@ -60,18 +60,37 @@ def differences(golden: Mapping[str, Any], path: Path) -> Iterator[str]:
             raise _damaged(f"{type(error).__name__}: {error}") from error
 
 
+SCORE_ROUNDING = 2.0**-20  # of a score for each of its tokens: sums of float32 in another order
+
+
 def _damaged(reason: str) -> InputError:
     return InputError(f"the golden file is damaged, or belongs to a model of another kind ({reason})")
 
 
 class _Replay:
     def __init__(self, model: Model, golden: Mapping[str, Any]) -> None:
-        self.model, self.golden, self.tolerance = model, golden, float(golden["tolerance"])
-        if not (self.tolerance >= 0 and math.isfinite(self.tolerance)):
-            raise _damaged(f"its tolerance is {self.tolerance}")
-        has_stage = {"outputs": model.manifest.decode is None, "decode": model.manifest.decode is not None}
-        if not golden.get(kind := next(kind for kind, has in has_stage.items() if has)):
-            raise _damaged(f"it has no {kind}, which the golden file of {model.engine.session.path} has")
+        self.model, self.golden = model, golden
+        self.tolerance = tolerance_of(golden["file"])
+        self._check_facts()
+        self._check_cases()
+
+    def _check_facts(self) -> None:
+        """Raise InputError for another tolerance than that of the file that the golden file is of."""
+        if self.golden["tolerance"] != self.tolerance:
+            raise _damaged(f"its tolerance is {self.golden['tolerance']}, and that of its model {self.tolerance}")
+        stated, facts = self.golden["file"], file_facts(self.model.engine.session.path, self.model.manifest)
+        if stated["sha256"] == facts["sha256"]:
+            wrong = [name for name, fact in facts.items() if name != "name" and stated[name] != fact]
+            if wrong:
+                raise _damaged(f"its {wrong[0]} is {stated[wrong[0]]!r}, and that of its model {facts[wrong[0]]!r}")
+
+    def _check_cases(self) -> None:
+        """Raise InputError if the golden file has fewer cases than one that is written now."""
+        for kind, requests in requests_of(self.model, self.golden["seed"]).items():
+            stated = self.golden.get(kind, [])
+            missing = Counter(map(_form, requests)) - Counter(map(_form, stated))
+            if missing:
+                raise _damaged(f"it lacks {missing.total()} of the {len(requests)} cases of {kind}")
 
     def differences(self) -> Iterator[str]:
         for kind, compare in (
@@ -112,7 +131,7 @@ class _Replay:
 
     def _generation(self, case: Mapping[str, Any]) -> Iterator[str]:
         expected = case["expected"]
-        if "read" in expected and prompt_of(self.model, case) != expected["read"]:
+        if "text" in case and prompt_of(self.model, case) != expected["read"]:
             yield "the text is read as other ids"
             return
         results = run_generation(self.model, case)
@@ -144,9 +163,12 @@ class _Replay:
         allowed = self.logprob_tolerance
         if difference := number_difference(logprobs, np.array(result.token_logprobs, np.float32), allowed):
             return f"token_logprobs: {difference}"
-        one, other = (np.array([number], np.float64) for number in (sequence["score"], result.score))
-        difference = number_difference(one, other, allowed * max(1, len(logprobs)))
-        return difference and f"score: {difference}"
+        # A score is the sum over a power of the length, which is the same for the same ids.
+        sums = [float(np.sum(values, dtype=np.float64)) for values in (logprobs, result.token_logprobs)]
+        score = result.score * sums[0] / sums[1] if sums[1] else result.score
+        if not abs(sequence["score"] - score) <= SCORE_ROUNDING * len(logprobs) * max(1.0, abs(score)):
+            return f"score is {score:.6g} by its token_logprobs, not {sequence['score']:.6g}"
+        return None
 
     @property
     def logprob_tolerance(self) -> float:
@@ -178,6 +200,13 @@ class _Replay:
                 )
             ):
                 yield f"results {number}: {place}"
+
+
+def _form(request: Mapping[str, Any]) -> str:
+    """Return the form of a request, without the numbers that the seed draws."""
+    inputs = request.get("input", request)
+    drawn = {name: len(inputs[name]) if name == "rows" else None for name in sorted(inputs) if name != "expected"}
+    return json.dumps([drawn, request.get("name"), request.get("options")], sort_keys=True)
 
 
 def _names_difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:

@@ -21,6 +21,7 @@ Json = dict[str, Any]
 MAX_WHOLE = 1024  # numbers of an array that is compared as a whole
 SAMPLED = 256  # numbers of a larger array, or columns of logits
 TOP = 4  # greatest logits of a position
+STORED_POSITIONS = 12  # of the logits of a row: the last ones
 MAX_STORED_INPUT = 512  # floats of a drawn input that are stored; a larger one is a pattern
 MAX_NUMBERS = 2**24  # of an array that is read from a file: a few words may describe any size
 DTYPES = frozenset(
@@ -97,6 +98,11 @@ def _finite_range(array: np.ndarray) -> tuple[float, float]:
     return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
+def stored_positions(length: int) -> list[int]:
+    """Return the positions of a row whose logits a golden file holds."""
+    return list(range(max(0, length - STORED_POSITIONS), length))
+
+
 def sample_logits(logits: np.ndarray, positions: Sequence[int], columns: Sequence[int]) -> Json:
     """Return logits (positions, vocabulary) in some columns, with the greatest ones and the range of each position."""
     top = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
@@ -116,6 +122,8 @@ def array_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance:
     """Return how an array differs from `sample` of the golden file; None if it does not.
 
     tolerance: of floats, over the range of all numbers.
+
+    Raises ValueError for a sample of fewer numbers than the format has.
     """
     actual = np.asarray(actual)
     if list(actual.shape) != list(expected["shape"]):
@@ -125,6 +133,8 @@ def array_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance:
         least, greatest = _finite_range(values)
         span = greatest - least
     else:
+        if actual.size <= MAX_WHOLE or len(set(expected["places"])) != SAMPLED:
+            raise ValueError(f"{len(expected['places'])} numbers are sampled of {actual.size}")
         values, found = decode_array(expected["sample"]), actual.ravel()[expected["places"]]
         span = expected["maximum"] - expected["minimum"]
         for name, number in zip(("minimum", "maximum"), _finite_range(actual), strict=True):
@@ -135,8 +145,16 @@ def array_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance:
     return number_difference(values, found, tolerance * span)
 
 
+def _range_of(logits: np.ndarray) -> np.ndarray:
+    """Return the least and the greatest of the finite logits of a position."""
+    finite = logits[np.isfinite(logits)]
+    return np.array([finite.min(), finite.max()])
+
+
 def number_difference(expected: np.ndarray, actual: np.ndarray, allowed: float) -> str | None:
     """Return the greatest difference of two arrays of one shape; None if it is allowed. Infinities have to be equal."""
+    if expected.shape != actual.shape:
+        return f"the shape is {list(actual.shape)}, not {list(expected.shape)}"
     if expected.dtype.kind in "iub":
         return None if np.array_equal(expected, actual) else "whole numbers differ"
     with np.errstate(invalid="ignore"):
@@ -152,7 +170,16 @@ def logits_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance
     """Return how logits (length, vocabulary) of a row differ from `sample_logits`; None if they do not.
 
     tolerance: over the range of the logits of a position.
+
+    Raises ValueError for fewer positions, columns or greatest logits than the format has.
     """
+    width = actual.shape[-1]
+    stored = [len(set(expected["columns"])), *(len(set(ids)) for ids in expected["top_ids"])]
+    if expected["positions"] != stored_positions(len(actual)) or stored != [
+        min(width, SAMPLED),
+        *[min(width, TOP)] * len(expected["positions"]),
+    ]:
+        raise ValueError(f"the logits of {len(expected['positions'])} positions are stored in part")
     rows = actual[expected["positions"]]
     low, high = decode_array(expected["minimum"]), decode_array(expected["maximum"])
     top, found_top = decode_array(expected["top_values"]), np.take_along_axis(rows, np.array(expected["top_ids"]), 1)
@@ -162,7 +189,7 @@ def logits_difference(expected: Mapping[str, Any], actual: np.ndarray, tolerance
         for name, one, other in (
             ("its logits", values[row], found[row]),
             ("its greatest logits", top[row], found_top[row]),
-            ("its greatest logit", high[row : row + 1], rows[row].max(keepdims=True)),
+            ("its range", np.array([low[row], high[row]]), _range_of(rows[row])),
         ):
             if difference := number_difference(one, other, allowed):
                 return f"position {position}: {name}: {difference}"

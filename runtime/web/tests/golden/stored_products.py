@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 from golden_file import GoldenFile
 from onnx import helper as h
 from onnx import numpy_helper
@@ -26,7 +25,10 @@ from support.small_graphs import model_of  # noqa: E402
 
 from tformer_export.common.onnx_writer import save  # noqa: E402
 from tformer_export.quantize.rewrite import quantize_weights  # noqa: E402
+from tformer_runtime.base.extras import import_onnxruntime  # noqa: E402
 from tformer_runtime.format import manifest as m  # noqa: E402
+
+onnxruntime = import_onnxruntime()
 
 FLOATS, ROWS, FEW, ENCODE, SELECTED = "floats", "rows", "few", "encode", "selected"
 MIN_ROWS = 4  # from here on the branch for many rows runs

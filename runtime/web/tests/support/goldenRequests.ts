@@ -12,6 +12,7 @@ import {
   type Values,
 } from "./goldenValues.js";
 
+const SCORE_ROUNDING = 2 ** -20; // of a score for each of its tokens: sums of float32 in another order
 const ADAPTER = "request.adapter";
 /** Task → the settings with which a golden file has its results (docs/golden.md). */
 const SETTINGS: Record<string, object> = {
@@ -79,10 +80,17 @@ function sequenceDifference(result: Result, sequence: Json, allowed: number): st
   const found = { token_ids: [...result.tokenIds], text: result.text, finish_reason: result.finishReason };
   const expected = { token_ids: sequence.token_ids, text: sequence.text, finish_reason: sequence.finish_reason };
   const { data } = decodeArray(sequence.token_logprobs);
+  const sums = [data, result.tokenLogprobs].map((all) => Array.from(all).reduce((sum, one) => sum + one, 0));
+  // A score is the sum over a power of the length, which is the same for the same ids.
+  const score = sums[1] ? (result.score * sums[0]) / sums[1] : result.score;
   return (
     jsonDifference(found, expected, 0) ??
     numberDifference(data, result.tokenLogprobs, allowed) ??
-    numberDifference(Float64Array.of(sequence.score), [result.score], allowed * Math.max(1, data.length))
+    numberDifference(
+      Float64Array.of(sequence.score),
+      [score],
+      SCORE_ROUNDING * data.length * Math.max(1, Math.abs(score)),
+    )
   );
 }
 

@@ -98,6 +98,7 @@ export function logitsDifference(expected: Json, actual: Values, tolerance: numb
     for (const [name, one, other] of [
       ["its logits", values.subarray(row * columns.length, (row + 1) * columns.length), columns.map((i) => logits[i])],
       ["its greatest logits", top.subarray(row * ids.length, (row + 1) * ids.length), ids.map((id) => logits[id])],
+      ["its least logit", low.subarray(row, row + 1), [smallest(logits.filter(Number.isFinite))]],
       ["its greatest logit", high.subarray(row, row + 1), [largest(logits)]],
     ] as const) {
       const difference = numberDifference(one, other, allowed);

@@ -16,6 +16,7 @@ from support.peft_adapters import greedy, make_adapter
 
 from tformer_export import export
 from tformer_export.sources import load_source
+from tformer_export.sources.hugging_face import peft_adapter
 from tformer_runtime import Model, SourceError
 
 PROMPT = [1, 5, 7, 9]
@@ -144,12 +145,64 @@ def change(adapter, **settings):
         ({"target_modules": ["no_such_part"]}, "does not fit its base model: .*no_such_part"),
         ({"target_modules": ["q_proj", "k_proj"]}, "do not fit its base model .*missing: .*k_proj"),
         ({"r": 3}, "does not fit its base model: .*size mismatch"),
+        ({"r": 10**9}, "states the rank 1000000000, and no axis of its weights"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "states the rank 1000000000, and no axis of its weights"),
+        ({"layer_replication": [[0, 2]] * 100_000}, r"more than 1000 \(layer_replication\)"),
+        ({"layer_replication": [[0, 10**9], [10**9, 0]]}, r"more than 1000 \(layer_replication\)"),
+        ({"peft_type": "SHADOW", "shadow_model": "someone/else"}, "SHADOW, which changes no weights"),
         ({"r": "many"}, "does not fit its base model|that PEFT does not read"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(adapter, settings, message):
     change(adapter, **settings)
     with pytest.raises(SourceError, match=message):
+        load_source(adapter)
+
+
+ENDLESS = "([a-z._0-9]+)+!"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ENDLESS},
+        {"exclude_modules": ENDLESS},
+        {"exclude_modules": "(.|..)" * 25 + "!"},
+        {"rank_pattern": {ENDLESS: 2}},
+        {"alpha_pattern": {ENDLESS: 2}},
+        {"alpha_pattern": {f"layers.{i}.q_proj": 2 for i in range(100_000)}},
+        {"layers_to_transform": [0], "layers_pattern": [ENDLESS]},
+        {"modules_to_save": [ENDLESS]},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_expressions_that_do_not_end_are_refused(settings, adapter, monkeypatch):
+    monkeypatch.setattr(peft_adapter, "MAX_MATCH_SECONDS", 1.0)
+    change(adapter, **settings)
+    with pytest.raises(
+        SourceError, match=rf"expressions in its adapter_config.json \({[*settings][-1]}\) that took more"
+    ):
+        load_source(adapter)
+
+
+def test_expressions_of_published_adapters_are_taken(adapter):
+    expected = load_source(adapter).module.state_dict()
+    parts = "(?:.*?(?:language|text|model).*?(?:self_attn|attention|attn|mlp).*?(?:k_proj|v_proj|q_proj|o_proj).*?)"
+    change(adapter, target_modules=rf"(?!.*vision){parts}|(?:\bmodel\.layers\.[\d]{{1,}}\.self_attn\.q_proj)")
+    path = adapter / "adapter_config.json"
+    expression = json.loads(path.read_text())["target_modules"]
+    change(
+        adapter,
+        target_modules=expression.replace("k_proj|v_proj|q_proj|o_proj", "q_proj"),
+        alpha_pattern={"q_[a-z]+": 8},
+    )
+    found = load_source(adapter).module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_config_of_any_size_is_refused(adapter):
+    change(adapter, target_modules=["a"] * 1_000_000)
+    with pytest.raises(SourceError, match="bytes, and at most 4,194,304 are read"):
         load_source(adapter)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
 import os
+import re
 
 import numpy as np
 import onnx
@@ -301,6 +303,113 @@ def test_golden_file_of_another_kind_of_model_is_refused(files):
             list(differences(make_golden(files[one]), files[other]))
 
 
+def cut(golden, kind, count):
+    golden[kind] = golden[kind][:count]
+
+
+def without(golden, kind):
+    del golden[kind]
+
+
+def tolerate(golden, tolerance):
+    golden["tolerance"] = tolerance
+
+
+def state(golden, name, value):
+    golden["file"][name] = value
+
+
+def first_logits(golden):
+    return golden["decode"][0]["expected"][0]["logits"]
+
+
+def keep_last_position(golden):
+    stored = first_logits(golden)
+    keep = {
+        name: encode_array(decode_array(stored[name])[-1:]) for name in ("values", "minimum", "maximum", "top_values")
+    }
+    stored |= {"positions": stored["positions"][-1:], "top_ids": stored["top_ids"][-1:], **keep}
+
+
+def keep_one_column(golden):
+    stored = first_logits(golden)
+    stored |= {"columns": stored["columns"][:1], "values": encode_array(decode_array(stored["values"])[:, :1])}
+
+
+def scale_score(sequence):
+    sequence["score"] *= 1.01
+
+
+def cut_logprobs(sequence):
+    sequence["token_logprobs"] = encode_array(decode_array(sequence["token_logprobs"])[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("decoder-only", lambda golden: cut(golden, "decode", 3), "it lacks 1 of the 4 cases of decode"),
+        ("decoder-only", lambda golden: cut(golden, "generation", 4), "it lacks 6 of the 10 cases of generation"),
+        ("decoder-only", lambda golden: cut(golden, "generation", 0), "it lacks 10 of the 10 cases of generation"),
+        ("decoder-only", lambda golden: without(golden, "streams"), "it lacks 5 of the 5 cases of streams"),
+        ("scores", lambda golden: cut(golden, "outputs", 1), "it lacks 1 of the 2 cases of outputs"),
+        ("scores", lambda golden: cut(golden, "results", 1), "it lacks .* cases of results"),
+        ("decoder-only", lambda golden: golden["decode"][1].update(rows=[]), "it lacks 1 of the 4 cases of decode"),
+        (
+            "decoder-only",
+            lambda golden: tolerate(golden, 1e300),
+            r"its tolerance is 1e\+300, and that of its model 0.001",
+        ),
+        ("decoder-only", lambda golden: tolerate(golden, 5e-2), "its tolerance is 0.05, and that of its model 0.001"),
+        ("decoder-only", lambda golden: tolerate(golden, "1e-3"), "its tolerance is 1e-3"),
+        (
+            "decoder-only",
+            lambda golden: (state(golden, "quantization", "int8"), tolerate(golden, 5e-2)),
+            "its quantization is 'int8', and that of its model 'none'",
+        ),
+        ("decoder-only", keep_last_position, "positions are stored in part"),
+        ("decoder-only", keep_one_column, "positions are stored in part"),
+    ],
+)
+def test_golden_file_that_demands_less_than_the_format_is_refused(files, name, change, message):
+    golden = make_golden(files[name])
+    change(golden)
+    with pytest.raises(InputError, match=message):
+        list(differences(golden, files[name]))
+
+
+def test_golden_file_of_another_form_keeps_its_tolerance(files, tmp_path):
+    """The tolerance follows from the form of the golden file, and not from that of the compared one."""
+    half = with_manifest(files["decoder-only"], tmp_path / "half.onnx", precision="fp16")
+    assert list(differences(make_golden(half), files["decoder-only"])) == []
+    assert list(differences(make_golden(files["decoder-only"]), half)) == []
+
+
+def test_score_follows_from_its_logprobs(files):
+    golden = make_golden(files["decoder-only"])
+    cases = [case["expected"] for case in golden["generation"] if case["expected"]["all_decided"]]
+    assert cases
+    for change, message in (
+        (scale_score, "score is .* by its token_logprobs"),
+        (cut_logprobs, "token_logprobs: the shape"),
+    ):
+        changed = copy.deepcopy(golden)
+        for case in changed["generation"]:
+            for sequence in case["expected"]["sequences"]:
+                change(sequence)
+        found = list(differences(changed, files["decoder-only"]))
+        assert len(found) == sum(len(case["sequences"]) for case in cases)
+        assert all(re.search(message, difference) for difference in found)
+
+
+def test_range_of_logits_cannot_be_widened(files):
+    """The range decides how far logits may differ."""
+    golden = make_golden(files["decoder-only"])
+    minimum = decode_array(first_logits(golden)["minimum"]) - np.float32(1e30)
+    first_logits(golden)["minimum"] = encode_array(minimum)
+    (found,) = differences(golden, files["decoder-only"])
+    assert "its range" in found
+
+
 HUGE = {"dtype": "int64", "shape": [10**9], "pattern": 1}
 
 
@@ -342,7 +451,7 @@ def test_missing_outputs_are_a_difference(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": "tformer-golden", "version": 1, "tolerance": 0.001}', "it has no decode"),
+        ('{"format": "tformer-golden", "version": 1, "tolerance": 0.001}', "is damaged"),
         ("{", "is no golden file"),
         ("[]", "is no golden file"),
         ('{"format": "tformer-golden", "version": 99}', "is of version 99"),
