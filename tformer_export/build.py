@@ -24,9 +24,9 @@ from tformer_export.common.onnx_writer import save
 from tformer_export.compile import AnalysedModel, CompiledModel, analyse
 from tformer_export.lowering.manifest import with_half_precision
 from tformer_export.options import ExportOptions, no_encoder
-from tformer_export.passes import emulate_half_on_cpu
-from tformer_export.passes.half_precision import HALVES
-from tformer_export.passes.half_precision import run as run_half
+from tformer_export.passes.half import emulate_half_on_cpu
+from tformer_export.passes.half.half_precision import HALVES
+from tformer_export.passes.half.half_precision import run as run_half
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.quantize.apply import QuantizedResult, check_quantizable, quantize_within_budget
 from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns

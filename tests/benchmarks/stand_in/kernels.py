@@ -1,4 +1,4 @@
-"""Kernels of onnxruntime's CUDA provider by type, compared with the list in `passes/half_precision.py`.
+"""Kernels of onnxruntime's CUDA provider by type, compared with the list in `passes/half/half_precision.py`.
 
     NVIDIA=… tests/benchmarks/stand_in/run.sh python tests/benchmarks/stand_in/kernels.py
 
@@ -16,7 +16,7 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from tformer_export.lowering.target import TARGETS
-from tformer_export.passes.half_precision import HALVES
+from tformer_export.passes.half.half_precision import HALVES
 
 MICROSOFT = "com.microsoft"
 # Inputs of an operator: F numbers of the examined type, f float32, l int64, i int32, b bool, u uint8, - none.
@@ -114,7 +114,7 @@ def main() -> None:
                     wrong.append(op)
     if wrong:
         names = ", ".join(wrong)
-        sys.exit(f"kernels.py: passes/half_precision.py wants these in bfloat16, which have no kernel: {names}")
+        sys.exit(f"kernels.py: passes/half/half_precision.py wants these in bfloat16, which have no kernel: {names}")
 
 
 if __name__ == "__main__":
