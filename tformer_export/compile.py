@@ -395,7 +395,8 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     """Join both stages into one model, run the passes of these kernel forms, and describe it in a manifest."""
     staged, series = lowered.staged, analysed.series
     model = assemble(*(stage and stage.clone() for stage in lowered.models))
-    passes = run_passes(model, staged.max_length, forms, analysed.target, analysed.source.packed_weights)
+    source = analysed.source
+    passes = run_passes(model, staged.max_length, forms, analysed.target, source.packed_weights, analysed.half)
     target.check(model)
     manifest = describe(
         analysed.source,
