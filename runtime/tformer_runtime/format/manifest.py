@@ -64,8 +64,10 @@ from tformer_runtime.base.errors import ModelFileError, OptionError
 from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
+Bits = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]?$")]  # a number of bits, as a key in JSON
+
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 9
+MANIFEST_VERSION = 10
 OLDEST_VERSION = 8  # that this runtime reads
 
 STAGE_INPUT = "stage.decode"
@@ -360,8 +362,10 @@ class Manifest(Struct, frozen=True):
     adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
     kernel_forms: computation → the form of it that was measured to be the fastest; empty in a file with the exporter's
         defaults.
-    parity, quantization, optimized_for, kernel_forms, producer: for people. The runtime shows them and does not
-        interpret them.
+    weight_bits: bits → the number of weights that the file stores in so many bits; empty in an older file.
+    max_length_cause: why no sequence is longer, in words; empty in an older file.
+    parity, quantization, weight_bits, max_length_cause, optimized_for, kernel_forms, producer: for people. The
+        runtime shows them and does not interpret them.
     """
 
     task: str
@@ -376,6 +380,8 @@ class Manifest(Struct, frozen=True):
     devices: tuple[Name, ...] = DEVICES_OF_TARGET["cpu"]
     precision: str = "fp32"
     quantization: str = "none"
+    max_length_cause: str = ""
+    weight_bits: Mapping[Bits, Index] = field(default_factory=dict)
     optimized_for: str = ""
     session: SessionSettings = SessionSettings()
     kernel_forms: Mapping[str, str] = field(default_factory=dict)
@@ -462,5 +468,7 @@ class Manifest(Struct, frozen=True):
             )
         if version == 8 and "devices" not in data:  # version 9 added them
             devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
-            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
+            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1])}
+        if version < 10:  # version 10 added the bits of the weights, and the cause of the maximum length
+            data = {"weight_bits": {}, "max_length_cause": "", **data, "version": MANIFEST_VERSION}
         return read_typed(cls, data, "the file's tformer manifest is damaged")

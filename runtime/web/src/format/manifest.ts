@@ -48,7 +48,7 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 9;
+export const MANIFEST_VERSION = 10;
 export const OLDEST_VERSION = 8; // that this runtime reads
 
 export const STAGE_INPUT = "stage.decode";
@@ -159,6 +159,8 @@ const manifest = object({
   devices: list(name),
   precision: text,
   quantization: text,
+  maxLengthCause: text,
+  weightBits: mapping(index),
   optimizedFor: text,
   session: sessionSettings,
   kernelForms: mapping(text),
@@ -217,17 +219,18 @@ export function manifestFromJson(json: string): Manifest {
         `${MANIFEST_VERSION}): export the model again`,
     );
   }
-  return readTyped(manifest, withDevices(data as JsonObject), "the file's tformer manifest is damaged");
+  return readTyped(manifest, withAddedFields(data as JsonObject), "the file's tformer manifest is damaged");
 }
 
 type JsonObject = Readonly<Record<string, unknown>>;
 
-/** Return a manifest with the devices that version 9 has added. */
-function withDevices(data: JsonObject): JsonObject {
-  if (data["version"] !== 8 || "devices" in data) return data;
+/** Return a manifest with the fields that later versions have added: devices in 9, and weightBits and maxLengthCause in 10. */
+function withAddedFields(data: JsonObject): JsonObject {
+  if (data["version"] === MANIFEST_VERSION) return data;
   const target = String(data["target"]);
   const devices = Object.hasOwn(DEVICES_OF_TARGET, target) ? DEVICES_OF_TARGET[target] : [];
-  return { ...data, devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1), version: 9 };
+  const added = data["version"] === 8 ? { devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1) } : {};
+  return { ...added, weight_bits: {}, max_length_cause: "", ...data, version: MANIFEST_VERSION };
 }
 
 /** Return whether a cache has no slots: it holds a value after the last token, and none of earlier tokens. */

@@ -100,6 +100,16 @@ describe("manifests", () => {
     expect(devices("later", "fp32")).toEqual([]);
   });
 
+  test("of version 9 say nothing of the bits of the weights, which version 10 has added", () => {
+    const older = (m: Record<string, unknown>) => {
+      delete m["weight_bits"];
+      delete m["max_length_cause"];
+      m["version"] = 9;
+    };
+    expect(manifestFromJson(changedManifest(older)).weightBits.size).toBe(0);
+    expect([...manifestFromJson(changedManifest(() => {})).weightBits.keys()]).toContain("32");
+  });
+
   test("that are no JSON", () => {
     for (const text of ["", "{", "[]", "null", "7", `${"[".repeat(100_000)}`]) {
       expect(() => manifestFromJson(text)).toThrow(ModelFileError);
