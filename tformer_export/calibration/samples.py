@@ -114,8 +114,10 @@ class CalibrationLines:
     def of(cls, samples: Samples, manifest: Manifest) -> CalibrationLines:
         """Describe the lines of samples that were read for a model."""
         lines, start = [*samples.fitted, *samples.measured], len(manifest.special_tokens.bos_token_ids)
-        given = [] if manifest.takes_prompt else [s.tokens[start : s.given_tokens].tolist() for s in lines]
-        return cls(len(lines), sum(s.is_cut for s in lines), tuple(max(given, key=len, default=[])))
+        begin: list[int] = []
+        for sample in [] if manifest.takes_prompt else lines:
+            begin = max(begin, sample.tokens[start : sample.given_tokens].tolist(), key=len)
+        return cls(len(lines), sum(sample.is_cut for sample in lines), tuple(begin))
 
     def __str__(self) -> str:
         cut = f", {self.cut} of them cut to the model's limit" if self.cut else ""
