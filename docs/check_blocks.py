@@ -3,8 +3,8 @@
     python docs/check_blocks.py                  # README.md and every page under docs/
     python docs/check_blocks.py docs/generation.md README.md
 
-Each page has a temporary folder of its own. `models/` there is the folder of the repository, and `examples/` is
-`docs/examples/`. The blocks of a page run in order:
+Each page has a temporary folder of its own, in which `models/` and `docs/examples/` are those of the repository. The
+blocks of a page run in order:
 
 - ```` ```console ````: each line `$ COMMAND` runs in bash. `> ` continues a command, as in a here-document, and so does
   a backslash. The lines below are its output, standard error included.
@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARED = ("models", "docs/examples")  # folders of the repository that commands of pages read
 COMMAND_SECONDS = 900  # the longest time that one command may take
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>[\w-]*)(?P<attributes>[^`]*)$")
 TITLE = re.compile(r'title="([^"]+)"')
@@ -179,8 +180,9 @@ def check_page(page: Path) -> int:
     blocks = list(blocks_of(page.read_text(encoding="utf-8")))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("models").symlink_to(ROOT / "models")
-        Path("examples").symlink_to(ROOT / "docs" / "examples")
+        Path("docs").mkdir()
+        for name in SHARED:
+            Path(name).symlink_to(ROOT / name)
         outputs = [b if b.language == "text" and b.adjacent else None for b in blocks[1:]]
         pairs = zip(blocks, [*outputs, None], strict=False)
         return sum(check_block(block, output, page, Path(folder), namespace) for block, output in pairs)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tformer_export.common.task import Task
     from tformer_export.options import ExtraOutputs, Quantization
     from tformer_export.report import ExportReport
-    from tformer_export.sources import causal, lengths, padding, positions
+    from tformer_export.sources import causal, lengths, load_source, padding, positions
     from tformer_export.sources.hugging_face.images import image
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "image",
     "lengths",
     "load_checkpoint",
+    "load_source",
     "padding",
     "positions",
     "save_checkpoint",
@@ -40,6 +41,7 @@ _HOMES = {
     "image": "sources.hugging_face.images",
     "lengths": "sources",
     "load_checkpoint": "common.checkpoint",
+    "load_source": "sources",
     "padding": "sources",
     "positions": "sources",
     "save_checkpoint": "common.checkpoint",

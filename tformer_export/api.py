@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from tformer_export.sources.hugging_face.folder import from_folder, from_transfo
 from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
 from tformer_export.sources.switched_adapters import with_adapters
 from tformer_export.sources.torch_module import from_module
-from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.errors import OptionError, OutputError, SourceError
 from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.base.validation import named_path
 from tformer_runtime.format.manifest import SpecialTokens
 
 Model = torch.nn.Module | torch.export.ExportedProgram | Source
@@ -135,10 +135,10 @@ def export(
         adapters=adapters,
         golden=golden,
     )
-    out = Path(path)
+    out = named_path(path, OutputError, "the file to write")
     check_writable(out, force)
     if golden is not None:
-        check_beside(Path(golden), out, force)
+        check_beside(named_path(golden, OutputError, "the golden file"), out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
     overrides = SourceOverrides.of(

@@ -24,7 +24,7 @@ from tformer_export.common.option_table import ExportOptionSpec, option_specs
 from tformer_export.common.task import Task
 from tformer_export.options import ADAPTERS_FLAG, ExportOptions, ExtraOutputs, Quantization, phases
 from tformer_runtime.base.errors import MissingExtraError, OptionError, OutputError, TformerError
-from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.base.extras import import_onnxruntime, install_command
 from tformer_runtime.base.quick_start import freeze_objects, quick_start
 from tformer_runtime.cli.errors import TERMINATED, errors_as_sentences
 
@@ -264,7 +264,7 @@ def _run(
     """Export the source, and write the report."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(f"exporting needs {', '.join(missing)}: pip install 'tformer[export,gpu]'")
+        raise MissingExtraError(f"exporting needs {', '.join(missing)}: {install_command('export')}")
     import_onnxruntime()
     output = output or _default_output(source)
     options, task = _options(flags)
@@ -318,7 +318,7 @@ def _check_outputs(output: Path, report: Path | None, plot: Path | None, options
         if options.quantization.weights != "mixed":
             raise click.UsageError("--plot draws the mixtures of --quantize mixed: leave it out")
         if importlib.util.find_spec("matplotlib") is None:
-            raise MissingExtraError("--plot needs matplotlib: pip install 'tformer[plot]'")
+            raise MissingExtraError(f"--plot needs matplotlib: {install_command('plot')}")
         check_writable(plot, force)
 
 

@@ -1,7 +1,7 @@
 """Models that tformer-export refuses, each for another reason: the models of docs/refusals.md.
 
 `NoCausalMask` and its like are one layer of a small language model each. `model(NoCausalMask)` makes the model, and
-`tformer-export examples.refused:no_causal_mask` refuses it on the command line.
+`tformer-export docs.examples.refused:no_causal_mask` refuses it on the command line.
 """
 
 from __future__ import annotations

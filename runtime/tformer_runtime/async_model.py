@@ -49,6 +49,7 @@ from tformer_runtime.decoding.worker_pool import wait_for_work
 from tformer_runtime.engine.memory_budget import MemoryBudget, MemoryShare
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.model import Model
+from tformer_runtime.preprocess.chat_template import Message, Tools
 from tformer_runtime.preprocess.inputs import Input, Value
 from tformer_runtime.tasks import (
     Answer,
@@ -210,6 +211,16 @@ class AsyncModel:
         settings = self.model.settings(options, overrides)
         async with self._run_generation(input, settings, deadline, prefix, images, in_pieces) as job:
             yield OpenRequest(self.model, job)
+
+    async def prompt(
+        self, messages: str | Sequence[Message], system: str | None = None, tools: Tools | None = None
+    ) -> Input:
+        """Return a conversation as an input of `generate`, as `Model.prompt` does.
+
+        The template runs in another process, which a thread waits for: the first one takes a tenth of a second.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, partial(self.model.prompt, messages, system, tools))
 
     async def predict(
         self,

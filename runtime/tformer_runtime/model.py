@@ -98,8 +98,8 @@ class Model:
             stacks and logits of the calling threads are added. C grows with the cores, the width, and the tokens of a
             call (of a prompt in `generate` at most 512); only the copy grows with the layers. docs/guarantees.md has
             the formula, its limits and measurements.
-        verify: compare the file with its digest, so that damage is an error. It reads the whole file, in a thread
-            while onnxruntime opens it, at 7 GB/s from the page cache.
+        verify: compare the file with its digest, so that damage is an error. It reads the whole file, in threads
+            while onnxruntime opens it.
         max_run_seconds: the deadline of each run of the graph, such as a step or an encoder, on the CPU. A request that
             exceeds it raises DeadlineError. By default there is none, but for graphs with loops, which have 600 s.
         Raise ModelFileError, DeviceError or MissingExtraError.

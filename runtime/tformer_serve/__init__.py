@@ -19,6 +19,7 @@ answers        answers in the form of OpenAI's API
 subtitles      SRT and WebVTT
 routes/        one module for each task
 app            the application
+connection     a connection of HTTP/1
 server         listens, and stops without losing a request
 cli            the command line
 ray/           the application as a deployment of Ray Serve

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from tformer_runtime.base.errors import UnsupportedCallError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import CROSS_ATTENTIONS, Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
+from tformer_runtime.preprocess.input_line import reads_json
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     BaseTask,
@@ -52,10 +55,12 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
         }
         return {"paths": ["/v1/forecast"], "reads": "series", "series": facts}
     if generates(manifest):
-        chat = ["/v1/chat/completions"] if manifest.chat_template is not None and manifest.takes_prompt else []
+        can_chat = manifest.chat_template is not None and manifest.takes_prompt and find_spec("jinja2") is not None
+        chat = ["/v1/chat/completions"] if can_chat else []
         aligns = any(extra.kind == CROSS_ATTENTIONS for extra in manifest.extras)
-        paths = [*chat, "/v1/completions", "/v1/generate"]
-        return {"paths": paths, "reads": _kind_of_input(manifest), "aligns": aligns}
+        reads = _kind_of_input(manifest)
+        completions = [] if reads_json(manifest) or reads == "pictures" else ["/v1/completions"]
+        return {"paths": [*chat, *completions, "/v1/generate"], "reads": reads, "aligns": aligns}
     if is_speech_to_text(manifest):
         return {"paths": ["/v1/audio/transcriptions"], "reads": "sounds", "times": "segment"}
     if manifest.decode is not None:
@@ -67,6 +72,19 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
     if isinstance(task, CtcRecognition):
         abilities["times"] = "word"
     return abilities
+
+
+def missing_packages(manifest: Manifest) -> list[str]:
+    """Return a sentence for each package that requests of a model need and that is not installed."""
+    needs = []
+    if manifest.chat_template is not None and manifest.takes_prompt:
+        needs.append(("jinja2", "chat templates need jinja2", "chat"))
+        needs.append(("llguidance", "tools and response_format need llguidance", "constrain"))
+    if image_inputs(manifest.preprocessing):
+        needs.append(("PIL", "reading images needs Pillow", "image"))
+    if audio_of(manifest) is not None:
+        needs.append(("soundfile", "reading sound needs soundfile", "audio"))
+    return [f"{purpose}: {install_command(extra)}" for name, purpose, extra in needs if find_spec(name) is None]
 
 
 def _paths_of_task(task: BaseTask) -> list[str]:

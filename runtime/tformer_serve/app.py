@@ -17,8 +17,9 @@ import tformer_runtime
 from tformer_serve.body_route import BodyRoutes
 from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
-from tformer_serve.conduct.body_limit import BodyLimit
+from tformer_serve.conduct.body_limit import BodyLimit, BodyMemory
 from tformer_serve.conduct.request_scope import RequestScope
+from tformer_serve.conduct.web_pages import WebPages
 from tformer_serve.errors import ApiError
 from tformer_serve.metrics import Metrics
 from tformer_serve.options import ServerOptions
@@ -31,11 +32,12 @@ from tformer_serve.state import ServerState
 def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Middleware] = ()) -> FastAPI:
     """Return the application. It starts the models when the server starts, and closes them when the server ends.
 
-    around_routes: layers within those that check keys, places and sizes.
+    around_routes: layers within those that check hosts, keys, places and sizes.
     """
     limit = options.max_queue + sum(served.max_batch_size for served in models.values())
     admission = Admission(limit)
-    metrics = Metrics(models, lambda: admission.open)
+    body_memory = BodyMemory(options.max_bodies_bytes)
+    metrics = Metrics(models, lambda: admission.open, lambda: body_memory.taken)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,10 +63,12 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
         BodyLimit,
         max_bytes=options.max_body_bytes,
         max_upload_bytes=options.max_upload_bytes,
+        memory=body_memory,
         logs_bodies=options.log_prompts,
     )
     app.add_middleware(Admitted, admission=admission)
     app.add_middleware(ApiKeys, keys=options.api_keys)
+    app.add_middleware(WebPages, allowed_hosts=options.allowed_hosts, origins=options.cors_origins)
     app.add_middleware(RequestScope, metrics=metrics, timeout=options.timeout)
     if options.cors_origins:
         app.add_middleware(

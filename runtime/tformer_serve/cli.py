@@ -6,6 +6,7 @@ Messages and logs go to standard error. Exit status: 0 stopped by a signal, 1 th
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import click
 
 from tformer_runtime.base.errors import OptionError, TformerError
 from tformer_runtime.base.extras import import_optional
-from tformer_runtime.base.process_memory import limit_process_memory
+from tformer_runtime.base.process_memory import limit_process_memory, process_memory_left
 from tformer_runtime.base.validation import MAX_INT, MAX_THREADS
 from tformer_runtime.cli.errors import errors_as_sentences
 from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
@@ -21,6 +22,7 @@ from tformer_runtime.tasks.settings import bytes_of
 from tformer_serve.options import (
     DEFAULT_PORT,
     DRAIN_SECONDS,
+    MAX_BODIES_BYTES,
     MAX_BODY_BYTES,
     MAX_QUEUE,
     MAX_UPLOAD_BYTES,
@@ -28,6 +30,7 @@ from tformer_serve.options import (
 )
 
 _MAX_SECONDS = 1e9
+_MEMORY_OF_BODIES = 4  # bodies take a quarter of a limited memory: the values that are parsed from them take more
 _SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
 _FILE = click.Path(path_type=Path)
 
@@ -78,6 +81,13 @@ _FILE = click.Path(path_type=Path)
     help="Refuse larger forms with a sound with 413.",
 )
 @click.option(
+    "--max-bodies",
+    metavar="SIZE",
+    default=f"{MAX_BODIES_BYTES >> 20}M",
+    show_default=True,
+    help="Refuse bodies with 503 if those of all open requests would have more together.",
+)
+@click.option(
     "--timeout",
     type=_SECONDS,
     help="End a request after S seconds with 504. The header X-Request-Timeout asks for fewer.  [default: none]",
@@ -91,6 +101,13 @@ _FILE = click.Path(path_type=Path)
 )
 @click.option("--api-key-file", type=_FILE, help="Serve only clients with a key of this file, one a line.")
 @click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
+@click.option(
+    "--allowed-host",
+    metavar="HOST",
+    multiple=True,
+    help="Answer requests for this host too, such as models.example or *.example; * is every one.  "
+    "[default: names of this machine if --host is one, otherwise every host]",
+)
 @click.option("--tls-cert", type=_FILE, help="Serve https with this certificate, in PEM.")
 @click.option("--tls-key", type=_FILE, help="The key of the certificate, if that has none.")
 @click.option("--log-prompts", is_flag=True, help="Log the bodies of requests, and the messages of errors.")
@@ -117,6 +134,7 @@ def main(
             import_optional(name, f"a server needs {name}", "serve")
         from tformer_serve.app import make_app
         from tformer_serve.conduct.api_keys import read_api_keys
+        from tformer_serve.conduct.web_pages import allowed_hosts
         from tformer_serve.logs import set_up_logs
         from tformer_serve.registry import ModelFile, Models
         from tformer_serve.server import Server, bind, check_certificate
@@ -130,6 +148,7 @@ def main(
             drain_seconds=values["drain_seconds"],
             max_body_bytes=bytes_of(values["max_body"], "max_body"),
             max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
+            max_bodies_bytes=bytes_of(values["max_bodies"], "max_bodies"),
             api_keys=() if key_file is None else read_api_keys(key_file),
             cors_origins=values["cors_origin"],
             log_prompts=values["log_prompts"],
@@ -138,6 +157,8 @@ def main(
         memory = None if values["max_memory"] is None else bytes_of(values["max_memory"])
         set_up_logs(options.log_prompts)
         with bind(host, port) as bound:  # before the files are read, which may take long
+            hosts = allowed_hosts(values["allowed_host"], own=(host, bound.getsockname()[0]))
+            options = replace(options, allowed_hosts=hosts)
             models = Models.load(
                 [ModelFile.parse(file) for file in files],
                 max_batch_size,
@@ -146,6 +167,8 @@ def main(
                 max_memory=memory,
                 max_run_seconds=values["max_run_seconds"],
             )
+            if (left := process_memory_left()) is not None:
+                options = replace(options, max_bodies_bytes=min(options.max_bodies_bytes, left // _MEMORY_OF_BODIES))
             server = Server(make_app(models, options), tls_cert, tls_key)
             gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
             server.run([bound])

@@ -24,6 +24,7 @@ from tformer_runtime.base.errors import (
     OutOfMemoryError,
     TformerError,
     UnsupportedCallError,
+    typed_memory_error,
 )
 
 CLIENT_GONE_STATUS = 499  # of logs and metrics alone: no client reads it
@@ -86,6 +87,21 @@ def stopping_error() -> ApiError:
     return ApiError(503, "the server is stopping: send the request to another", "stopping", None, _SERVER, headers)
 
 
+def full_memory_error(message: str) -> ApiError:
+    """Return the error of a request for which there is no memory now."""
+    return ApiError(503, message, "out_of_memory", type=_SERVER, headers={"Retry-After": "1"})
+
+
+def unreadable_request_error(status: int) -> ApiError:
+    """Return the error of a request that is no HTTP. status: 431 for a head that is too large."""
+    message = "the request is not valid HTTP/1.1: check its path, its headers and the sizes of its body"
+    if status == 431:
+        message = (
+            "the path and the headers of the request are larger than this server reads: send fewer or shorter ones"
+        )
+    return ApiError(status, message, "invalid_request", headers={"Connection": "close"})
+
+
 def failed_model_error() -> ApiError:
     """Return the error of a request for a model whose thread has ended."""
     message = "the model computes no more after an error: start the server again, and report the error in its log"
@@ -99,6 +115,7 @@ def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
     """
     if isinstance(error, ApiError):
         return error
+    error = typed_memory_error(error)
     if not isinstance(error, TformerError):
         return None
     message = _renamed(error.reason, names)
@@ -106,7 +123,7 @@ def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         param = None if error.option is None else names.get(error.option, error.option)
         return ApiError(400, message, "invalid_option", param)
     if isinstance(error, OutOfMemoryError):
-        return ApiError(503, message, "out_of_memory", type=_SERVER, headers={"Retry-After": "1"})
+        return full_memory_error(message)
     if isinstance(error, InputError):
         return ApiError(400, message, "invalid_input")
     if isinstance(error, MemoryBudgetError):
@@ -161,10 +178,16 @@ def names_in_words(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error as a whole response."""
+def error_response(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return the headers and the body of the response with an error."""
     body = json.dumps(error.body(), ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    return headers, body
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """Send an error as a whole response."""
+    headers, body = error_response(error)
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -22,6 +22,7 @@ from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
 
 MEDIA_TYPE = "text/event-stream"
+_COMMENT = b": \n\n"  # of an event stream: clients skip it
 _END_EVENT = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             first = await anext(events)
+            exchange_of(scope).filler = _COMMENT
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _send(send, _data(first))
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ class Exchange:
     prompt_tokens, completion_tokens: that were read and generated.
     first_token_at: the time of the first token.
     status: of the response; 0 while there is none.
+    filler: bytes that may be sent between two parts of the response without a change of its meaning; may be empty.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Exchange:
     completion_tokens: int = 0
     first_token_at: float | None = None
     status: int = 0
+    filler: bytes = b""
 
     def seconds_left(self) -> float | None:
         """Return the seconds before the deadline; None without one. Raise DeadlineError after it."""
@@ -61,6 +63,12 @@ def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
     """Return the exchange of a scope of ASGI."""
     exchange: Exchange = scope[_KEY]
     return exchange
+
+
+def filler_of(scope: Mapping[str, object]) -> bytes:
+    """Return the filler of a response that has begun."""
+    exchange = scope.get(_KEY)
+    return exchange.filler if isinstance(exchange, Exchange) else b""
 
 
 async def run_limited(executor: Executor | None, exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:

@@ -51,8 +51,10 @@ class _ModelSeries(NamedTuple):
 class Metrics:
     """Counters and histograms, and gauges that are read when they are asked for."""
 
-    def __init__(self, models: Mapping[str, ServedModel], open_requests: Callable[[], int]) -> None:
-        """open_requests: returns the number of requests that are open."""
+    def __init__(
+        self, models: Mapping[str, ServedModel], open_requests: Callable[[], int], body_bytes: Callable[[], int]
+    ) -> None:
+        """open_requests, body_bytes: return the number of open requests, and the bytes of their large bodies."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, with the time of its first count
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -73,7 +75,7 @@ class Metrics:
         )
         # Looking a series up by its labels takes longer than counting.
         self._of_model, self._of_route = cache(self._new_model_series), cache(self._new_route_series)
-        self._registry.register(_Gauges(models, open_requests))
+        self._registry.register(_Gauges(models, open_requests, body_bytes))
         ProcessCollector(registry=self._registry)
 
     def _histogram(self, name: str, help: str, labels: list[str]) -> Histogram:
@@ -121,12 +123,16 @@ class Metrics:
 class _Gauges(Collector):
     """Numbers of now."""
 
-    def __init__(self, models: Mapping[str, ServedModel], open_requests: Callable[[], int]) -> None:
-        self._models, self._open_requests = models, open_requests
+    def __init__(
+        self, models: Mapping[str, ServedModel], open_requests: Callable[[], int], body_bytes: Callable[[], int]
+    ) -> None:
+        self._models, self._open_requests, self._body_bytes = models, open_requests, body_bytes
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         requests = GaugeMetricFamily("tformer_open_requests", "Requests that run or wait")
         requests.add_metric([], self._open_requests())
+        bodies = GaugeMetricFamily("tformer_body_bytes", "Bytes of the large bodies of open requests")
+        bodies.add_metric([], self._body_bytes())
         gauges = {
             field: GaugeMetricFamily(f"tformer_{field}", text, labels=["model"]) for field, text in _GAUGES.items()
         }
@@ -134,7 +140,7 @@ class _Gauges(Collector):
             stats = served.aio.stats()
             for field, gauge in gauges.items():
                 gauge.add_metric([name], getattr(stats, field))
-        return requests, *gauges.values()
+        return requests, bodies, *gauges.values()
 
 
 def _outcome(status: int) -> str:

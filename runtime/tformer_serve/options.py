@@ -7,6 +7,7 @@ from dataclasses import dataclass
 DEFAULT_PORT = 8080
 MAX_BODY_BYTES = 8 << 20  # a picture in base64 fits; the text of half a million tokens, too
 MAX_UPLOAD_BYTES = 32 << 20  # six minutes of sound as WAV, some hours as MP3; OpenAI's API takes 25 MB
+MAX_BODIES_BYTES = 256 << 20  # 8 of the largest sounds at once, or 32 of the largest other bodies
 MAX_QUEUE = 256
 DRAIN_SECONDS = 30.0
 
@@ -20,8 +21,10 @@ class ServerOptions:
     drain_seconds: how long running requests may go on after a signal to stop.
     max_body_bytes: of a request in JSON, with its pictures.
     max_upload_bytes: of a form with a sound.
+    max_bodies_bytes: of the bodies of all open requests together.
     api_keys: of which a client has to show one; none for no keys.
     cors_origins: of web pages that may call the server.
+    allowed_hosts: names of the server, which its clients call besides localhost. None lets them call it by any name.
     log_prompts: whether the log has the bodies of requests.
     """
 
@@ -30,6 +33,8 @@ class ServerOptions:
     drain_seconds: float = DRAIN_SECONDS
     max_body_bytes: int = MAX_BODY_BYTES
     max_upload_bytes: int = MAX_UPLOAD_BYTES
+    max_bodies_bytes: int = MAX_BODIES_BYTES
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     log_prompts: bool = False

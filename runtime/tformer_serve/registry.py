@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,9 @@ from typing import Any
 from tformer_runtime.async_model import AsyncModel
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.model import Model
-from tformer_serve.abilities import abilities_of
+from tformer_serve.abilities import abilities_of, missing_packages
 from tformer_serve.errors import ApiError, names_in_words
+from tformer_serve.logs import log
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -56,6 +58,8 @@ class ServedModel:
 
     def start(self, max_pending: int) -> None:
         """Start the thread that decodes. max_pending: requests that the server may open at once."""
+        for sentence in missing_packages(self.model.manifest):
+            log("missing package", logging.WARNING, model=self.name, message=sentence)
         self.aio = AsyncModel(self.model, self.max_batch_size, max_pending)
 
 

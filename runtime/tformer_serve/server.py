@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 import ssl
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from tformer_runtime.base.errors import OptionError
+from tformer_serve.connection import Connection
 from tformer_serve.logs import log
 from tformer_serve.state import ServerState
 
 _LAST_SECONDS = 5.0  # for the errors of the requests that draining has ended
 _BACKLOG = 2048
-MAX_HEAD_BYTES = 64 << 10  # of the path and the headers of a request, while it is incomplete
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -73,8 +75,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
             app,
-            http="h11",  # limits heads, trailers and pipelines, which httptools does not
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            http=Connection,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -90,6 +91,7 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_on_loop_error)
         await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -98,7 +100,14 @@ class Server(uvicorn.Server):
             names = [sock.getsockname() for server in self.servers for sock in server.sockets]
             scheme = "https" if self.config.is_ssl else "http"
             urls = [f"{scheme}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}" for name in names]
-            log("listening", urls=urls, models=list(self._state.models))
+            bodies = self._state.options.max_bodies_bytes  # which the limit of the process may have lowered
+            log("listening", urls=urls, models=list(self._state.models), max_bodies_bytes=bodies)
+
+    async def on_tick(self, counter: int) -> bool:
+        try:
+            return await super().on_tick(counter)
+        except MemoryError:
+            return self.should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal by draining, at the second at once."""
@@ -122,3 +131,11 @@ class Server(uvicorn.Server):
             log("drain_seconds_passed", open_requests=admission.open)
             await self._state.models.close()
         self.should_exit = True
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error outside of the requests: one line if there was no memory, which is no fault of the program."""
+    if isinstance(context.get("exception"), MemoryError):
+        log("out_of_memory", logging.WARNING, of=context.get("message"))
+    else:
+        loop.default_exception_handler(context)

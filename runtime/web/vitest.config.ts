@@ -1,5 +1,7 @@
 import { defineConfig } from "vitest/config";
 
+process.env["ORT_DISABLE_TELEMETRY"] ??= "1"; // also of the scripts in Python that tests run
+
 export default defineConfig({
   test: {
     include: ["tests/**/*.test.ts"],

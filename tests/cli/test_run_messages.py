@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 from collections import deque
 
 import pytest
@@ -156,3 +157,50 @@ def test_each_of_several_answers_of_a_chat_is_one_line(chat, tmp_path):
     result = run(path, "hello", '[{"role": "user"}]', *SHORT, "--chat")
     assert "a conversation is a text" in failed(result, before=1)
     assert result.stdout == f"{line}\n"
+
+
+@pytest.fixture(scope="module")
+def greek(tmp_path_factory):
+    """Return a file whose texts are Greek letters, and its text for "hello"."""
+    folder = tmp_path_factory.mktemp("greek")
+    definition = json.loads(letters().to_str())
+    definition["decoder"] = {
+        "type": "Sequence",
+        "decoders": [definition["decoder"]]
+        + [
+            {"type": "Replace", "pattern": {"String": latin}, "content": chr(0x3B1 + i)}
+            for i, latin in enumerate("abcdefghijklmnopqrstuvwxyz")
+        ],
+    }
+    plain = Toy(seed=27).write(folder / "plain.onnx")
+    path = with_manifest(plain, folder / "greek.onnx", tokenizers=(json.dumps(definition),))
+    text = Model.load(path, "cpu").generate("hello", max_new_tokens=8).text
+    assert text
+    assert not text.isascii()
+    return path, text
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--json"]])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "koi8-r", "utf-8"])
+def test_output_of_another_encoding_is_utf_8_or_named(greek, encoding, options):
+    path, text = greek
+    command = [*PROGRAM, str(path), "hello", *SHORT, "--device", "cpu", *options]
+    result = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=False)
+    if encoding in ("ascii", "utf-8"):
+        assert (result.returncode, result.stderr) == (0, b"")
+        assert text in result.stdout.decode()
+    else:
+        (line,) = result.stderr.decode(encoding).splitlines()
+        assert result.returncode == 1
+        assert line.startswith(f"tformer-run: standard output has the encoding {encoding}, which lacks ")
+        assert "set PYTHONIOENCODING=utf-8" in line
+
+
+@pytest.mark.parametrize("command", ["tformer_runtime.cli.main", "tformer_export.cli", "tformer_serve.cli"])
+def test_small_stack_is_told_at_the_start(path, command):
+    program = [sys.executable, "-c", f"from {command} import main; main()", path]
+    call = ["sh", "-c", 'ulimit -s 200 && exec "$@"', "sh", *program]
+    result = subprocess.run(call, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert result.returncode == 1
+    assert result.stderr.endswith("limited to 200 KiB, and 256 KiB are the least: raise the limit (ulimit -s 8192)\n")
+    assert len(result.stderr.splitlines()) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import signal
 import socket
 import ssl
@@ -13,7 +15,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from support.command_lines import start_process
-from support.servers import HANG_SECONDS, write_chat_model
+from support.servers import HANG_SECONDS, RunningServer, read_to_end, write_chat_model
 
 from tformer_serve.cli import main
 
@@ -59,6 +61,7 @@ def test_wrong_options_are_refused(tmp_path, files):
     assert refused("--api-key-file", tmp_path / "none", letters).startswith("the file of API keys, ")
     assert refused("--tls-key", tmp_path / "none", letters).startswith("--tls-key needs tls_cert: give the certificate")
     assert refused("--tls-cert", tmp_path / "none", letters).startswith("TLS cannot use ")
+    assert refused("--port", "0", "--allowed-host", "a.example:80", letters).startswith("--allowed-host must be a name")
     assert refused("--host", "no such host", letters).startswith("no such host is no address to listen at: ")
     (tmp_path / "keys").write_text("a b")
     assert refused("--api-key-file", tmp_path / "keys", letters).startswith("key 1 of ")
@@ -75,6 +78,20 @@ def test_wrong_options_are_refused(tmp_path, files):
 def test_missing_packages_are_named(files, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert refused(files["letters"]) == "a server needs uvicorn: pip install 'tformer[serve]'"
+
+
+def test_packages_that_requests_need_are_named_at_the_start(files, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "tformer_serve")
+    for name in ("jinja2", "llguidance"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with RunningServer({"chat": files["chat"], "letters": files["letters"]}) as server:
+        told = [record.fields for record in caplog.records if record.getMessage() == "missing package"]
+        listed = {model["id"]: model["tformer"]["paths"] for model in server.http().get("/v1/models").json()["data"]}
+    assert told == [
+        {"model": "chat", "message": "chat templates need jinja2: pip install 'tformer[chat]'"},
+        {"model": "chat", "message": "tools and response_format need llguidance: pip install 'tformer[constrain]'"},
+    ]
+    assert listed["chat"] == listed["letters"] == ["/v1/completions", "/v1/generate"]
 
 
 def test_usage_errors_have_status_2(files):
@@ -119,6 +136,59 @@ def test_signal_lets_an_accepted_stream_finish(long_model):
     assert process.returncode == 0
     assert "Traceback" not in err
     assert '"event": "draining", "reason": "SIGTERM"' in err
+
+
+def test_started_server_answers_clients_of_this_machine_alone(files):
+    """Also a client that ends its side of the connection: the event loop of a started server is uvloop's."""
+    process, url = started(files["letters"], "--allowed-host", "models.example")
+    body = json.dumps({"model": "letters", "input": "a", "max_new_tokens": 2})
+    try:
+        address = httpx.URL(url)
+        for host, status in ((address.netloc.decode(), 200), ("models.example", 200), ("evil.example", 403)):
+            lines = ["POST /v1/generate HTTP/1.1", f"Host: {host}", "Content-Type: application/json"]
+            with socket.create_connection((address.host, address.port), HANG_SECONDS) as connection:
+                connection.sendall("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body]).encode())
+                connection.shutdown(socket.SHUT_WR)
+                answer = read_to_end(connection).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+    finally:
+        process.terminate()
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a process")
+def test_bodies_do_not_take_the_memory_of_the_process(files):
+    """Thirty clients hold bodies of 8 MB, which are more than the limit of the process leaves. All get an answer."""
+    process, url = started(files["chat"], "--max-process-memory", "640M", "--threads", "1")
+    message = {"role": "user", "content": "a"}
+    body = json.dumps({"model": "chat", "messages": [message], "max_tokens": 1}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    size, address = 8 << 20, httpx.URL(url)
+    try:
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection((address.host, address.port), HANG_SECONDS))
+                for _ in range(30)
+            ]
+            for client in clients:
+                client.sendall(f"{head}Content-Length: {size}\r\nConnection: close\r\n\r\n".encode())
+                client.sendall(body.ljust(size - 1))
+            for client in clients:
+                client.sendall(b" ")
+            statuses = {read_to_end(client).split(b" ", 2)[1] for client in clients}
+        assert statuses == {b"200", b"503"}
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(
+            f"{url}/v1/chat/completions", content=body, headers=headers, trust_env=False, timeout=HANG_SECONDS
+        )
+        assert answer.status_code == 200
+    finally:
+        process.terminate()
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+    assert "raceback" not in err
 
 
 def test_server_speaks_tls(tmp_path, files):

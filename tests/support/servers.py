@@ -130,6 +130,19 @@ class RunningServer:
         with self.http() as client:
             return client.post(path, json=body, **arguments)
 
+    def connect(self) -> socket.socket:
+        """Return a connection, for requests that are written by hand."""
+        address = httpx.URL(self.url)
+        return socket.create_connection((address.host, address.port or 0), HANG_SECONDS)
+
+    def answer_to(self, *parts: bytes) -> bytes:
+        """Return all bytes that the server answers to parts that are sent one after another."""
+        with self.connect() as connection:
+            with contextlib.suppress(OSError):  # the server does not read on
+                for part in parts:
+                    connection.sendall(part)
+            return read_to_end(connection)
+
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric; 0 if it has none with these labels."""
         with self.http() as client:
@@ -145,6 +158,15 @@ class RunningServer:
                 return
             pause.wait(0.01)
         raise AssertionError(f"{name} {labels} is {self.metric(name, **labels)}, not {value}")
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Return all bytes that a connection receives until the other side ends it."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while read := connection.recv(1 << 16):
+            answer += read
+    return answer
 
 
 class StepGate:

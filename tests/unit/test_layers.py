@@ -30,7 +30,7 @@ PIPELINE = (
 SERVER = (
     "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state",
     "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles", "routes",
-    "app", "server", "cli", "ray",
+    "app", "connection", "server", "cli", "ray",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),

@@ -41,8 +41,9 @@ from types import UnionType
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 from tformer_export.common.task import Task
-from tformer_runtime.base.errors import OptionError, SourceError
+from tformer_runtime.base.errors import OptionError, OutputError, SourceError
 from tformer_runtime.base.special_files import check_output_name
+from tformer_runtime.base.validation import named_path
 from tformer_runtime.base.whole_files import replaced_file
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def save_checkpoint(
         "labels": _plain("labels", list(task.labels or ())),
         "chat_template": chat_template,
     }
-    save_whole(content, Path(path))
+    save_whole(content, named_path(path, OutputError, "the checkpoint"))
 
 
 def save_whole(content: Mapping[str, Any], path: Path) -> None:
@@ -222,7 +223,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     import torch
 
-    source = Path(path)
+    source = named_path(path, SourceError, "the checkpoint")
     try:
         source.open("rb").close()
     except OSError as error:

@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, digest_entry, new_hash, weights_entry
+from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, Digest, digest_entry, weights_entry
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.model_file import MAX_INLINE_BYTES, WEIGHT_ALIGNMENT_BYTES
 from tformer_runtime.format.onnx_fields import (
@@ -95,10 +95,10 @@ def _write(model: ir.Model, path: Path) -> None:
 
 
 class _HashingFile:
-    """A file to write whose bytes are hashed."""
+    """A file to write, and the digest of its bytes."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), new_hash()
+        self._file, self._digest = path.open("wb"), Digest()
 
     def __enter__(self) -> _HashingFile:
         return self
@@ -108,15 +108,15 @@ class _HashingFile:
 
     def write(self, content: bytes) -> None:
         self._file.write(content)
-        self._hash.update(content)
+        self._digest.update(content)
 
     def tell(self) -> int:
         return self._file.tell()
 
     @property
     def digest(self) -> str:
-        """The hash of all that was written."""
-        return self._hash.hexdigest()
+        """The digest of all that was written."""
+        return self._digest.hexdigest()
 
 
 @contextmanager

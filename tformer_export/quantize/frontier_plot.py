@@ -8,13 +8,14 @@ from pathlib import Path
 from tformer_export.common.degradation_budget import TOKENS
 from tformer_export.quantize.bit_plan import Mixture
 from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.base.whole_files import replaced_file
 
 
 def check_drawable() -> None:
     """Raise MissingExtraError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("drawing the frontier needs matplotlib: pip install 'tformer[plot]'")
+        raise MissingExtraError(f"drawing the frontier needs matplotlib: {install_command('plot')}")
 
 
 def draw(mixture: Mixture, path: Path) -> None:

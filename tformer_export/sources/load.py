@@ -16,6 +16,7 @@ from tformer_export.sources.hugging_face.folder import folder_of_weights, from_f
 from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_export.sources.untrusted_files import refuse_special_files
 from tformer_runtime.base.errors import OptionError, SourceError, TformerError, error_summary
+from tformer_runtime.base.validation import named_path
 
 
 def find_source(spec: str | os.PathLike[str], revision: str | None = None, factory: str | None = None) -> str:
@@ -27,7 +28,8 @@ def find_source(spec: str | os.PathLike[str], revision: str | None = None, facto
 
     Raises SourceError if the model cannot be downloaded, OptionError for a revision of anything else.
     """
-    text = os.fspath(spec)
+    named_path(spec, SourceError, "the source")  # which would drop the "./" that tells a folder from a model of the hub
+    text = os.fsdecode(spec)
     if factory is None and not Path(text).exists() and is_hub_id(text):
         return str(download(text, revision))
     if revision is not None:

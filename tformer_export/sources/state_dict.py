@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tformer_export.common.checkpoint import refuse_bomb
 from tformer_runtime.base.errors import MissingExtraError, SourceError
+from tformer_runtime.base.extras import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def _load(path: Path) -> Any:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
         except ImportError as error:
-            raise MissingExtraError("reading .safetensors needs safetensors: pip install 'tformer[hf]'") from error
+            raise MissingExtraError(f"reading .safetensors needs safetensors: {install_command('hf')}") from error
         try:
             return load_file(path)
         except SafetensorError as error:

@@ -39,8 +39,8 @@ from tformer_runtime.base.errors import (
     OutOfMemoryError,
     TformerError,
 )
-from tformer_runtime.base.extras import import_onnxruntime
-from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
+from tformer_runtime.base.extras import import_onnxruntime, install_command
+from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int, named_path
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
@@ -108,7 +108,7 @@ class Session:
         """
         if native_kernels:
             wanted_kernels()  # refused on every device
-        self.path = Path(path)
+        self.path = path = named_path(path, ModelFileError, "the model file")
         metadata = read_metadata(path)
         self.manifest: Manifest = manifest_of(path, metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
@@ -122,7 +122,7 @@ class Session:
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
-        check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
+        check = BackgroundCheck(lambda: verify_file(path, metadata, self._opening_threads)) if verify else None
         try:
             self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
         finally:
@@ -384,7 +384,7 @@ class Session:
 
     @property
     def _opening_threads(self) -> int:
-        """The number of threads that make weights while the file is opened."""
+        """The number of threads that make weights while the file is opened, and of those that hash it."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(self.threads or cores, MAX_OPENING_THREADS)
 
@@ -496,7 +496,7 @@ def find_missing_cuda() -> str | None:
     """Return the reason why onnxruntime's CUDA provider cannot start, as a sentence; None if no reason is known."""
     ort = import_onnxruntime()
     if _CUDA not in ort.get_available_providers():
-        return "the installed onnxruntime holds no CUDA provider: pip install 'tformer[cuda]'"
+        return f"the installed onnxruntime holds no CUDA provider: {install_command('cuda')}"
     with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
         ort.preload_dlls()  # finds NVIDIA's libraries in site-packages; prints the names of missing ones
     if os.name == "posix":
@@ -507,7 +507,7 @@ def find_missing_cuda() -> str | None:
         provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
         missing = re.search(r"(lib(?:cu|nv)\w+\.so[.\d]*): cannot open", _load_error(provider))
         if missing:
-            return f"NVIDIA's library {missing[1]} is not installed: pip install 'tformer[cuda]'"
+            return f"NVIDIA's library {missing[1]} is not installed: {install_command('cuda')}"
     return None
 
 

@@ -18,6 +18,8 @@ TformerError                base class; the command lines print its one sentence
 
 from __future__ import annotations
 
+import errno
+
 MAX_QUOTED_CHARS = 200  # of the text of another library's error, or of an input
 MAX_SENTENCE_CHARS = 20_000  # enough for the names of all weights that do not fit; an input may be far longer
 
@@ -103,8 +105,13 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
 
 
 def typed_memory_error(error: BaseException) -> BaseException:
-    """Return the OutOfMemoryError for a MemoryError of Python or numpy, and any other error itself."""
-    if not isinstance(error, MemoryError):
+    """Return the OutOfMemoryError for an error that says that there is no memory, and any other error itself.
+
+    That is a MemoryError of Python or numpy, and the errors of a thread or a process that cannot be started.
+    """
+    is_of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    is_of_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if not (isinstance(error, MemoryError) or is_of_system or is_of_thread):
         return error
     reason = f" ({str(error).strip()[:MAX_QUOTED_CHARS]})" if str(error).strip() else ""
     typed = OutOfMemoryError(f"there is not enough memory{reason}: give shorter inputs, or fewer at once")

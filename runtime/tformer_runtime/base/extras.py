@@ -11,6 +11,33 @@ from tformer_runtime.base.errors import MissingExtraError
 MIN_ONNXRUNTIME = (1, 30)  # the first that has all operators of files, such as attention that is not causal
 
 
+_BUILDS = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu", "cuda": "onnxruntime-gpu"}  # extra → package
+
+
+def onnxruntime_packages() -> list[str]:
+    """Return the installed packages that hold the module onnxruntime. Cost: reads the lists of all files."""
+    from importlib.metadata import packages_distributions  # takes 20 ms to import
+
+    return sorted(set(packages_distributions().get("onnxruntime", [])))
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras of the package tformer.
+
+    The packages of onnxruntime write the same files, so that two of them break each other: the extra "export" names one
+    only if there is none, "cpu" stands for the installed one, and "cuda" removes another first.
+    """
+    installed = onnxruntime_packages() if {"export", *_BUILDS} & set(extras) else []
+    if "export" in extras and not installed:
+        extras = (*extras, "cpu")
+    if "cpu" in extras and "onnxruntime-gpu" in installed:
+        extras = tuple("gpu" if extra == "cpu" else extra for extra in extras)
+    wanted = {_BUILDS[extra] for extra in extras if extra in _BUILDS}
+    others = [package for package in installed if package not in wanted]
+    command = f"pip install 'tformer[{','.join(extras)}]'"
+    return f"pip uninstall -y {' '.join(others)}, then {command}" if wanted and others else command
+
+
 def import_optional(name: str, purpose: str, extra: str) -> Any:
     """Import and return an optional module. Raise MissingExtraError if it is not installed or cannot be loaded.
 
@@ -20,11 +47,11 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{purpose}: pip install 'tformer[{extra}]'") from error
+        raise MissingExtraError(f"{purpose}: {install_command(extra)}") from error
     except (ImportError, OSError) as error:  # OSError: the module is installed, but its C library is not
         raise MissingExtraError(
-            f"{purpose}, which is installed and cannot be loaded ({error}): install it anew, pip install "
-            f"--force-reinstall 'tformer[{extra}]'"
+            f"{purpose}, which is installed and cannot be loaded ({error}): install it again, "
+            f"{install_command(extra).replace('pip install', 'pip install --force-reinstall')}"
         ) from error
 
 
@@ -45,7 +72,7 @@ def import_onnxruntime() -> Any:
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < MIN_ONNXRUNTIME:
         least = ".".join(map(str, MIN_ONNXRUNTIME))
         raise MissingExtraError(
-            f"onnxruntime {version} is installed, and files need {least} or later: pip install --upgrade "
-            f"'onnxruntime>={least}', or onnxruntime-gpu"
+            f"onnxruntime {version} is installed, and files need {least} or later: "
+            f"{install_command('cpu').replace('pip install', 'pip install --upgrade')}"
         )
     return module

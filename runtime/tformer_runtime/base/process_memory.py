@@ -1,12 +1,14 @@
-"""A limit on the memory of the process, which the operating system keeps: also of weights, pictures and one tensor."""
+"""Limits on the memory of the process, which the operating system keeps: of all data, and of the stack."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import DeviceError, OptionError
 from tformer_runtime.base.validation import check_int
+
+MIN_STACK_BYTES = 256 << 10  # onnxruntime and torch end with a segmentation fault below 128 KiB, Python itself below 80
 
 
 def limit_process_memory(num_bytes: int) -> None:
@@ -28,7 +30,33 @@ def limit_process_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
 
 
-def _bytes_in_use() -> int:
-    """Return the bytes that the limit counts, of this process."""
+def require_stack() -> None:
+    """Raise DeviceError if the limit of the stack is too low for onnxruntime. Threads have stacks of the same limit."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    if limit != resource.RLIM_INFINITY and limit < MIN_STACK_BYTES:
+        raise DeviceError(
+            f"the stack of this process is limited to {limit >> 10} KiB, and {MIN_STACK_BYTES >> 10} KiB are the "
+            "least: raise the limit (ulimit -s 8192)"
+        )
+
+
+def process_memory_left() -> int | None:
+    """Return the bytes that this process may still allocate under the limits of the system; None without a limit."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    kinds = {resource.RLIMIT_DATA: "VmData", resource.RLIMIT_AS: "VmSize"}
+    limits = {name: resource.getrlimit(kind)[0] for kind, name in kinds.items()}
+    left = [limit - _bytes_in_use(name) for name, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    return max(min(left), 0) if left else None
+
+
+def _bytes_in_use(name: str = "VmData") -> int:
+    """Return the bytes of this process that a limit counts. name: of the count in the status of a process."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:")), 0)
+    return next((int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(f"{name}:")), 0)

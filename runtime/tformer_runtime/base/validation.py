@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tformer_runtime.base.errors import OptionError
+from tformer_runtime.base.errors import OptionError, TformerError
 
 MAX_INT = 2**31 - 1  # of any option
 MAX_THREADS = 1024  # more would only wait for each other
@@ -31,6 +33,19 @@ def surrogate_in(text: str) -> str | None:
     except UnicodeEncodeError as error:
         return f"{text[error.start]!r} (character {error.start + 1}), which is half of a character and no text"
     return None
+
+
+def named_path(path: str | bytes | os.PathLike[Any], error: type[TformerError], what: str) -> Path:
+    """Return the path that a caller gives. Bytes are a name as the system has it.
+
+    what: the words for the file. Raises `error` for a name that is empty or holds a null, TypeError for another type.
+    """
+    name = os.fsdecode(path)
+    if not name:
+        raise error(f"the path of {what} is empty: give the name of one")
+    if "\0" in name:
+        raise error(f"the path of {what}, {name!r}, holds a null character, which no name of a file has")
+    return Path(name)
 
 
 def check_bool(name: str, value: Any) -> bool:

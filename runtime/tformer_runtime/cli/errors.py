@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import NoReturn
 import click
 
 from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
+from tformer_runtime.base.process_memory import require_stack
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
@@ -29,10 +31,16 @@ def errors_as_sentences(
     The status is 1 for an error and 130 for an interruption. Status 2 is click's, for a command line that it cannot
     parse. The traceback of an error that nobody foresaw is written to a file, which the sentence names.
 
+    Results that ASCII cannot hold are written as UTF-8, as click writes its own texts: a terminal of ASCII alone is a
+    setting that is missing.
+
     verbose: write the traceback before the sentence.
     interrupted: the sentence for an interruption.
     """
+    if _is_ascii(getattr(sys.stdout, "encoding", None)):
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:
+        require_stack()
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -51,10 +59,30 @@ def errors_as_sentences(
         if isinstance(refused, BrokenPipeError):  # the reader of the results has gone
             sys.exit(1)
         _fail(command, f"the results cannot be written: {refused.strerror}", error, 1, verbose)
+    except UnicodeEncodeError as error:
+        _fail(command, _lacking_character(error) or _unforeseen(command, error), error, 1, verbose)
     except MemoryError as error:
         _fail(command, str(typed_memory_error(error)), error, 1, verbose)
     except Exception as error:
         _fail(command, _unforeseen(command, error), error, 1, verbose)
+
+
+def _is_ascii(encoding: str | None) -> bool:
+    return encoding is not None and codecs.lookup(encoding).name == "ascii"
+
+
+def _lacking_character(error: UnicodeEncodeError) -> str | None:
+    """Return the sentence for a text that standard output cannot hold; None for an error of another text."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        error.object.encode(encoding)
+    except UnicodeEncodeError:
+        character = error.object[error.start]
+        return (
+            f"standard output has the encoding {encoding}, which lacks {character!r}: set PYTHONIOENCODING=utf-8, or "
+            "write to a file"
+        )
+    return None
 
 
 def require_output() -> None:

@@ -17,9 +17,10 @@ from tformer_runtime.cli.options import GROUPS, generation_options
 from tformer_runtime.decoding.options import OUTPUT
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.format.info import file_fingerprint
+from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.chat_template import messages_of_line
-from tformer_runtime.tasks.base import ids_of
+from tformer_runtime.preprocess.input_line import line_input
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag, bytes_of, switch
 
 if TYPE_CHECKING:
@@ -118,8 +119,9 @@ class GenerationJob(Job):
         self.images = list(flag_values.get("image") or ())
         self.chats, self.system = bool(flag_values.get("chat")), flag_values.get("system")
         self._keeps_line_breaks = False  # in texts; see `results`
-        self._prompt: Callable[..., Input]  # Model.prompt; set by `prepare`
-        self._pictured: Callable[..., Input]  # Model.pictured_prompt; set by `prepare`
+        self._manifest: Manifest  # set by `prepare`, as the next two
+        self._prompt: Callable[..., Input]  # Model.prompt
+        self._pictured: Callable[..., Input]  # Model.pictured_prompt
         self.max_memory = bytes_of(flag_values["max_memory"]) if flag_values.get("max_memory") is not None else None
         self.heat_maps = HeatMapWriter(Path(picture), options.force) if picture not in (None, "-") else None
         self.can_resume = self.heat_maps is None
@@ -137,11 +139,11 @@ class GenerationJob(Job):
     def read(self, line: str) -> Input:
         if self.chats:
             return self._prompt(_with_images(messages_of_line(line), self.images), self.system)
-        prompt = ids_of(line) if self.ids else line
+        prompt = line_input(line, self._manifest, self.ids)
         return self._pictured(prompt, self.images) if self.images else prompt
 
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
-        self._prompt, self._pictured = model.prompt, model.pictured_prompt
+        self._manifest, self._prompt, self._pictured = model.manifest, model.prompt, model.pictured_prompt
         if self.draft:
             # More threads would wait for the spinning threads of the model: docs/generation.md.
             self.options = self.options.replace({"draft_model": Model.load(self.draft, device, threads=1)})

@@ -25,6 +25,7 @@ from tformer_runtime.base.errors import (
     TformerError,
     with_input_number,
 )
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.base.special_files import check_output_name
 from tformer_runtime.base.whole_files import replaced_file
 from tformer_runtime.decoding.request import Result
@@ -58,7 +59,7 @@ class HeatMapWriter:
                 f"{self.flag} can be drawn into a file of the kind {', '.join(FORMATS)}, not {str(path)!r}"
             )
         if importlib.util.find_spec("matplotlib") is None:
-            raise MissingExtraError(f"{self.flag} needs matplotlib: pip install 'tformer[plot]'")
+            raise MissingExtraError(f"{self.flag} needs matplotlib: {install_command('plot')}")
         self._path, self._force, self._count = path, force, 0
         self._inputs: deque[Input] = deque()  # without a result
         self._first: tuple[Model, Result, Input] | None = None  # kept until the next result: its name depends on that

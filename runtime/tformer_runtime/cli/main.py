@@ -141,7 +141,7 @@ def main(
         if options.max_process_memory is not None and not tables.ray:
             limit_process_memory(bytes_of(options.max_process_memory, "max_process_memory"))
         if verify:
-            click.echo(f"{model} is as exported: blake3 {verified_digest(model)}")
+            click.echo(f"{model} is as exported: digest {verified_digest(model)}")
             return
         if info:
             manifest = read_manifest(model)

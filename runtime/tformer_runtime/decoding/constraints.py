@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from tformer_runtime.base.arrays import F32, Bools
 from tformer_runtime.base.errors import MissingExtraError, OptionError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.decoding.options import Constraint
+from tformer_runtime.preprocess.json_schema import check_numbers, literal_strings, schemas_in_grammar, with_white_space
 from tformer_runtime.preprocess.vocabulary import Vocabulary, any_of, literal, vocabulary_of
 
 MAX_DEFINITION_BYTES = 1 << 20  # llguidance takes 110 bytes of memory and 0.5 µs for each; it bounds its steps itself
@@ -49,8 +51,9 @@ class Grammar:
 
         kind, definition: "regex": a pattern that re.fullmatch would match, without look-around, back references and
             other syntax that Rust's regex lacks. "json_schema": a schema as JSON text or as a result of json.loads;
-            white space is free, unless its "x-guidance" is {"whitespace_flexible": false}. "grammar": a text in
-            llguidance's variant of Lark's syntax. "choices": strings.
+            at most one line break and its indentation stand between two tokens, unless its "x-guidance" has a
+            "whitespace_pattern" or "whitespace_flexible". "grammar": a text in llguidance's variant of Lark's syntax.
+            "choices": strings.
         tokenizer_json: the tokenizer in tokenizers' JSON format.
         vocabulary: the number of ids of the model.
         ends: the end tokens, which are no part of the text.
@@ -235,8 +238,9 @@ def _compile_grammar(kind: Constraint, text: str, tokenizer_json: str, size: int
         raise OptionError(f"a vocabulary of words that are joined by spaces takes a regex or choices, not a {kind}")
     elif kind == "json_schema":
         try:
-            schema = json.loads(text)
-            texts = _strings(schema)
+            schema = with_white_space(json.loads(text))
+            check_numbers(schema, kind)
+            texts = literal_strings(schema)
         except RecursionError as error:
             raise OptionError(_TOO_DEEP) from error
         except ValueError as error:
@@ -244,6 +248,11 @@ def _compile_grammar(kind: Constraint, text: str, tokenizer_json: str, size: int
         vocabulary.check_characters(_JSON + "".join(texts), "JSON")
         body = {"json_schema": schema}
     else:
+        try:
+            for schema in schemas_in_grammar(text):
+                check_numbers(schema, kind)
+        except RecursionError as error:
+            raise OptionError("a schema of the grammar is nested too deeply") from error
         body = {"lark_grammar": text}
     # With forced tokens llguidance would choose the ids. Without them the model chooses among all spellings.
     top = 'start: @body\n%llguidance {"no_forcing": true}'
@@ -270,7 +279,7 @@ def _llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise MissingExtraError("llguidance is not installed: pip install 'tformer[constrain]'") from error
+        raise MissingExtraError(f"llguidance is not installed: {install_command('constrain')}") from error
     return llguidance
 
 
@@ -278,6 +287,7 @@ def _reason(error: str) -> str:
     """Return the main line of an error message of llguidance, which has several lines and shows the source."""
     inner = re.search(r"^error: (.+)$", error, re.MULTILINE)
     line = next((line for line in error.splitlines() if line.strip()), "llguidance does not say why").strip()
+    line = re.sub(r"Enable 'coerce_one_of' option.*", "Use anyOf, or alternatives that exclude each other", line)
     place = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", line)
     if inner or "(in regex)" in line:
         return inner[1] if inner else line.split("(in regex): ")[-1]
@@ -343,21 +353,3 @@ def _as_rust(pattern: str) -> str:
 
 
 _JSON = '{}[]":,-.0123456789truefalsenull'
-
-
-def _strings(schema: Any) -> list[str]:
-    """Return the strings that a schema may require literally."""
-    if isinstance(schema, list):
-        return [text for part in schema for text in _strings(part)]
-    if not isinstance(schema, dict):
-        return []
-    strings = []
-    for key, value in schema.items():
-        if key in ("enum", "const", "required"):
-            strings.append(json.dumps(value, ensure_ascii=False))
-        elif key in ("properties", "$defs", "definitions", "patternProperties") and isinstance(value, dict):
-            strings += value if key == "properties" else []
-            strings += [text for part in value.values() for text in _strings(part)]
-        else:
-            strings += _strings(value)
-    return strings

@@ -18,9 +18,10 @@ from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.distributed.columns import ResultColumns, generation_columns, task_columns
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.chat_template import messages_of_line
+from tformer_runtime.preprocess.input_line import line_input
 from tformer_runtime.preprocess.inputs import Input
 from tformer_runtime.tasks import BaseTask, Forecasting, generates, task_of
-from tformer_runtime.tasks.base import ADAPTER, TRUNCATE, ids_of
+from tformer_runtime.tasks.base import ADAPTER, TRUNCATE
 from tformer_runtime.tasks.forecasting import History
 from tformer_runtime.tasks.speech import Speech
 
@@ -102,7 +103,8 @@ class Call:
             lines = self._lines and isinstance(value, str)
             return self.model.prompt(messages_of_line(value) if lines else value, self._system)
         if self._task is None:
-            value = ids_of(value) if self._ids and isinstance(value, str) else value
+            if isinstance(value, str) and (self._lines or self._ids):
+                value = line_input(value, self.model.manifest, self._ids)
         elif isinstance(value, str) and (self._lines or self._ids or not self._reads_text):
             read = self._task.parse_line(value, self._ids)
             value = read.values if isinstance(read, History) else read

@@ -116,13 +116,16 @@ def readable_info(info: Mapping[str, Any]) -> dict[str, Any]:
     return words
 
 
-def info_lines(info: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Format the result of `file_info` for people: one fact a line, without the empty ones."""
+def info_lines(info: Mapping[str, Any], indent: str = "", verbatim: bool = False) -> Iterator[str]:
+    """Format the result of `file_info` for people: one fact a line, without the empty ones.
+
+    verbatim: the names are of inputs or options, and keep their underscores.
+    """
     for name, value in info.items():
-        label = f"{indent}{name.replace('_', ' ')}:"
+        label = f"{indent}{name if verbatim else name.replace('_', ' ')}:"
         if isinstance(value, Mapping):
             if value:
                 yield label
-                yield from info_lines(value, indent + "  ")
+                yield from info_lines(value, indent + "  ", name in ("inputs", "generation_defaults"))
         elif value not in (None, "", [], ()):
             yield f"{label} {', '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"

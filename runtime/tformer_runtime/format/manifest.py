@@ -68,7 +68,6 @@ Bits = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]?$")]  # a number of bits
 
 MANIFEST_KEY = "tformer.manifest"
 MANIFEST_VERSION = 10
-OLDEST_VERSION = 8  # that this runtime reads
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -362,8 +361,8 @@ class Manifest(Struct, frozen=True):
     adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
     kernel_forms: computation → the form of it that was measured to be the fastest; empty in a file with the exporter's
         defaults.
-    weight_bits: bits → the number of weights that the file stores in so many bits; empty in an older file.
-    max_length_cause: why no sequence is longer, in words; empty in an older file.
+    weight_bits: bits → the number of weights that the file stores in so many bits.
+    max_length_cause: why no sequence is longer, in words; empty for a single-pass model.
     parity, quantization, weight_bits, max_length_cause, optimized_for, kernel_forms, producer: for people. The
         runtime shows them and does not interpret them.
     """
@@ -461,14 +460,9 @@ class Manifest(Struct, frozen=True):
                 f"the file's manifest has version {version} and this runtime reads version {MANIFEST_VERSION}: "
                 "upgrade tformer"
             )
-        if version < OLDEST_VERSION:
+        if version < MANIFEST_VERSION:
             raise ModelFileError(
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"
             )
-        if version == 8 and "devices" not in data:  # version 9 added them
-            devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
-            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1])}
-        if version < 10:  # version 10 added the bits of the weights, and the cause of the maximum length
-            data = {"weight_bits": {}, "max_length_cause": "", **data, "version": MANIFEST_VERSION}
         return read_typed(cls, data, "the file's tformer manifest is damaged")

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.base.special_files import endless_reason
-from tformer_runtime.format.digest import WEIGHTS_DIGEST_KEY, check_digest
+from tformer_runtime.format.digest import HASHING_THREADS, WEIGHTS_DIGEST_KEY, check_digest
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
@@ -79,13 +79,16 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         return _model_metadata(content)
 
 
-def verify_file(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> str | None:
+def verify_file(
+    path: str | os.PathLike[str], metadata: Mapping[str, str], threads: int = HASHING_THREADS
+) -> str | None:
     """Compare a model file with its digest, and return it; None for a file without one.
 
     metadata: of the file, from `read_metadata`.
+    threads: those that hash the file.
     Raise ModelFileError for another digest. Cost: see `check_digest`.
     """
-    return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY))
+    return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY), threads)
 
 
 class _FileContent:

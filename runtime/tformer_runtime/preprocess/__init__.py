@@ -1,6 +1,8 @@
 """From text, sound, images and tables to arrays.
 
 inputs           an input of a model, of any kind → arrays
+input_line       a line of text → an input
+json_schema      the numbers, strings and white space of a JSON schema
 tokenizer        text ↔ ids, for generation; text of a stream, piece by piece
 tokenizer_growth how much longer a tokenizer may make a text
 text_reader      text → ids and the offsets of each token, for single-pass models

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 from tformer_runtime.base.child_process import ChildEndedError, ChildProcess
 from tformer_runtime.base.errors import InputError, MissingExtraError, UnsupportedCallError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
 Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, as of OpenAI's API and of transformers
 MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
-MAX_REPLY_SECONDS = 60.0  # of any time, on a system without a limit of processor time or with other load
+MAX_REPLY_SECONDS = 15.0  # of any time, for a system without a limit of processor time, or a process that stands still
 PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
 
 
@@ -144,7 +145,7 @@ def unknown_tokens(text: str, tokens: Mapping[str, str]) -> list[str]:
 def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the worker's reply. Raise InputError for an error in it, MissingExtraError without jinja2."""
     if variables is None and importlib.util.find_spec("jinja2") is None:  # each template is read first
-        raise MissingExtraError("chat templates need jinja2: pip install 'tformer[chat]'")
+        raise MissingExtraError(f"chat templates need jinja2: {install_command('chat')}")
     request = {"template": template, "seconds": MAX_TEMPLATE_SECONDS}
     try:
         reply: dict[str, Any] = _worker.ask(
@@ -153,10 +154,7 @@ def _ask(action: str, template: str, variables: Mapping[str, Any] | None = None)
     except RecursionError as error:
         raise InputError("the messages of the conversation are nested too deeply") from error
     except ChildEndedError as error:
-        raise InputError(
-            f"the chat template cannot be {action}: it took more than {MAX_TEMPLATE_SECONDS} s or too much memory, and "
-            "was stopped"
-        ) from error
+        raise InputError(f"the chat template cannot be {action}: its process {error}") from error
     if "refused" in reply:
         raise InputError(f"the chat template refuses: {reply['refused']}")
     if "error" in reply:

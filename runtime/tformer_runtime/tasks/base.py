@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +16,7 @@ from tformer_runtime.decoding.options import ADAPTERS, OPTIONS
 from tformer_runtime.format.manifest import ATTENTIONS, Manifest
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.images import image_inputs
+from tformer_runtime.preprocess.input_line import ids_of, json_of, read_inputs, reads_json
 from tformer_runtime.tasks.settings import Flag, switch
 
 if TYPE_CHECKING:
@@ -163,14 +163,16 @@ class BaseTask(ABC):
         """Parse a line of the command line into an input.
 
         A line is a text or an image file, a pair of these with a tab between them, or a sound file. With `ids` it is
-        ids between spaces. For a model without a tokenizer it is JSON: an array, or an object of arrays.
+        ids between spaces. For a model of several inputs, or of numbers, it is JSON: an array, or an object of arrays.
         """
+        if reads_json(self.manifest):
+            value: Input = json_of(line, self.manifest)
+            return value
         if audio_of(self.manifest) is not None:
             if ids:
                 raise InputError("the model reads sounds, not ids: leave out --ids")
             return line
-        encode = self.manifest.encode
-        specs = [spec for spec in encode.inputs if spec.role in ("ids", "data")] if encode else []
+        specs = read_inputs(self.manifest)
         image = len(specs) == 1 and specs[0].name in image_inputs(self.manifest.preprocessing)
         if ids and image:
             raise InputError("the model reads images, not ids: leave out --ids")
@@ -184,16 +186,7 @@ class BaseTask(ABC):
                     f"{line[:60]!r} holds {len(rest)} tabs: a pair is two {parts} with one tab between them"
                 )
             return (first, rest[0]) if rest else first
-        if len(specs) == 1 and specs[0].role == "ids":
-            raise InputError(f"the file has no tokenizer for {specs[0].name}: give ids (--ids)")
-        try:
-            value: Input = json.loads(line)
-        except RecursionError as error:
-            raise InputError(f"{line[:60]!r} is nested too deeply") from error
-        except ValueError as error:
-            names = ", ".join(spec.name for spec in specs)
-            raise InputError(f"{line[:60]!r} is not JSON ({error}), and the model reads numbers: {names}") from error
-        return value
+        raise InputError(f"the file has no tokenizer for {specs[0].name}: give ids (--ids)")
 
 
 _INPUT_FLAGS = {
@@ -203,14 +196,6 @@ _INPUT_FLAGS = {
 _ADAPTER_FLAGS = {ADAPTER: Flag("--adapter", "NAME", OPTIONS[ADAPTER].help, str)}
 
 _OUTPUT_FLAGS = {ATTENTIONS: Flag("--attentions", "OUT.png", "Draw the attention weights of each layer and head.", str)}
-
-
-def ids_of(line: str) -> list[int]:
-    """Parse ids between spaces."""
-    try:
-        return [int(word) for word in line.split()]
-    except ValueError:
-        raise InputError(f"{line[:60]!r} is not a list of ids") from None
 
 
 def numbers_of(array: Array) -> Any:

@@ -1,33 +1,82 @@
-"""A body is read whole, up to a size, before anything parses it. The memory of a request has a limit thereby."""
+"""A body is read whole, up to a size, before anything parses it. The bodies of all open requests have a sum.
+
+Both limits hold before the bytes are read: they are taken by Content-Length, and otherwise as the body grows.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tformer_serve.errors import ApiError, ClientGoneError
-from tformer_serve.exchange import exchange_of
+from tformer_serve.errors import ApiError, ClientGoneError, full_memory_error
+from tformer_serve.exchange import MAX_LOOP_BYTES, exchange_of
 from tformer_serve.logs import log
 
 _UPLOADS = "/v1/audio/"  # the paths of forms with a file
 _BODY_SECONDS = 60.0  # of a client that sends slowly
 
 
+class BodyMemory:
+    """The memory for bodies, of which each open request has a share. For one event loop.
+
+    limit: bytes of all shares. taken: bytes of the shares now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that enlarges the share of a request to a number of bytes. The share ends with the block.
+
+        It raises ApiError if there are not as many. Small bodies need no share: the places of requests limit them, and
+        a few large bodies would keep them out.
+        """
+        share = 0
+
+        def enlarge(size: int) -> None:
+            nonlocal share
+            more = size - share
+            if size <= MAX_LOOP_BYTES or more <= 0:
+                return
+            if self.taken + more > self.limit:
+                raise full_memory_error(
+                    f"the bodies of open requests have {self.taken:,} bytes, and the server reads {self.limit:,} at "
+                    "once: send this one again later"
+                )
+            self.taken += more
+            share = size
+
+        try:
+            yield enlarge
+        finally:
+            self.taken -= share
+
+
 class BodyLimit:
     """Reads the body of each request."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int, logs_bodies: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_upload_bytes: int, memory: BodyMemory, logs_bodies: bool
+    ) -> None:
         """max_bytes, max_upload_bytes: of a body in JSON, and of one with a file. logs_bodies: those in JSON."""
-        self._app, self._logs_bodies = app, logs_bodies
-        self._max_bytes, self._max_upload_bytes = max_bytes, max_upload_bytes
+        self._app, self._memory, self._logs_bodies = app, memory, logs_bodies
+        self._max_bytes, self._max_upload_bytes = min(max_bytes, memory.limit), min(max_upload_bytes, memory.limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        content = await self._body(scope, receive)
+        with self._memory.share() as enlarge_share:
+            receive_again = self._received_again(await self._body(scope, receive, enlarge_share), scope, receive)
+            await self._app(scope, receive_again, send)
+
+    def _received_again(self, content: bytes, scope: Scope, receive: Receive) -> Receive:
+        """Return a function that gives the body of a request at once."""
         exchange_of(scope).body_bytes = len(content)
         body: bytes | None = content
         if self._logs_bodies and body and not _has_file(scope):
@@ -42,13 +91,19 @@ class BodyLimit:
             body = None
             return message
 
-        await self._app(scope, receive_again, send)
+        return receive_again
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        length = Headers(scope=scope).get("Content-Length", "")
+    async def _body(self, scope: Scope, receive: Receive, enlarge_share: Callable[[int], None]) -> bytes:
         max_bytes = self._max_upload_bytes if _has_file(scope) else self._max_bytes
-        if length.isdecimal() and int(length) > max_bytes:
-            raise _too_large(max_bytes)
+
+        def check(size: int) -> None:
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            enlarge_share(size)
+
+        length = Headers(scope=scope).get("Content-Length", "")
+        if length.isdecimal():
+            check(int(length))
         parts: list[bytes] = []
         size = 0
         try:
@@ -59,8 +114,7 @@ class BodyLimit:
                         raise ClientGoneError
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    if size > max_bytes:
-                        raise _too_large(max_bytes)
+                    check(size)
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:

@@ -18,8 +18,9 @@ from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
 from tformer_runtime.tasks.settings import bytes_of
 from tformer_serve.app import make_app
 from tformer_serve.conduct.api_keys import read_api_keys
+from tformer_serve.conduct.web_pages import allowed_hosts
 from tformer_serve.logs import set_up_logs
-from tformer_serve.options import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_QUEUE, ServerOptions
+from tformer_serve.options import DRAIN_SECONDS, MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_QUEUE, ServerOptions
 from tformer_serve.ray.multiplexing import MultiplexedModels, loading_layer
 from tformer_serve.registry import ModelFile, Models
 
@@ -45,10 +46,12 @@ class ServeArguments(BaseModel):
     max_memory: str | None = None
     max_run_seconds: float | None = _SECONDS
     max_body: str = f"{MAX_BODY_BYTES >> 20}M"
+    max_bodies: str = f"{MAX_BODIES_BYTES >> 20}M"
     timeout: float | None = _SECONDS
     drain_seconds: float = Field(DRAIN_SECONDS, ge=0)
     api_key_file: str | None = None
     cors_origins: list[str] = []
+    allowed_hosts: list[str] = []
     log_prompts: bool = False
     max_models_per_replica: int | None = Field(None, ge=1)
 
@@ -60,8 +63,10 @@ class ServeArguments(BaseModel):
             timeout=self.timeout,
             drain_seconds=self.drain_seconds,
             max_body_bytes=bytes_of(self.max_body, "max_body"),
+            max_bodies_bytes=bytes_of(self.max_bodies, "max_bodies"),
             api_keys=() if self.api_key_file is None else read_api_keys(Path(self.api_key_file)),
             cors_origins=tuple(self.cors_origins),
+            allowed_hosts=allowed_hosts(self.allowed_hosts),
             log_prompts=self.log_prompts,
         )
 

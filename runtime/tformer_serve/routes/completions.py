@@ -9,12 +9,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tformer_runtime.base.errors import UnsupportedCallError
 from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result
+from tformer_runtime.preprocess.input_line import read_inputs
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import FINISH, Logprobs, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
+from tformer_serve.errors import names_in_words
 from tformer_serve.event_stream import EventStream, while_connected
 from tformer_serve.exchange import Exchange, exchange_of, on_body
 from tformer_serve.generation import Usage, pieces_of, results_of
@@ -40,8 +43,12 @@ async def complete(body: CompletionRequest, request: Request, state: State) -> R
 
 def _read(served: ServedModel, body: CompletionRequest) -> tuple[list[Input], GenerationOptions]:
     """Return the prompts and the options of a body. Raise the errors of both."""
+    paths, manifest = served.abilities["paths"], served.model.manifest
+    if "/v1/generate" in paths and "/v1/completions" not in paths:
+        names = names_in_words([spec.name for spec in read_inputs(manifest)])
+        raise UnsupportedCallError(f"this model reads {names}, not a prompt: send its input to /v1/generate")
     options = checked_options(served.model, body.options())
-    return [checked_input(served.model.manifest, prompt) for prompt in body.prompts()], options
+    return [checked_input(manifest, prompt) for prompt in body.prompts()], options
 
 
 class _Work:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
@@ -40,7 +39,6 @@ _BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}
 async def transcribe(request: Request, state: State) -> Response:
     """Transcribe a sound."""
     exchange = exchange_of(request.scope)
-    _check_origin(request, state.options.cors_origins)
     with state.api_errors():
         content_type, content = request.headers.get("Content-Type", ""), await request.body()
         body, sound = await on_body(exchange, _read, content_type, content)
@@ -101,12 +99,3 @@ def _times(
     if "word" in granularities:
         fields["words"] = [{"word": word.text, "start": word.start, "end": word.end} for word in result.segments]
     return fields
-
-
-def _check_origin(request: Request, origins: Sequence[str]) -> None:
-    """Raise ApiError for the form of a web page of another origin: a browser sends forms without asking the server."""
-    origin = request.headers.get("Origin")
-    if origin is None or origin in origins or "*" in origins or urlsplit(origin).netloc == request.headers.get("Host"):
-        return
-    message = f"pages of {origin[:200]!r} may not call this server: name the origin with --cors-origin"
-    raise ApiError(403, message, "wrong_origin")

@@ -14,7 +14,6 @@ from tformer_serve.errors import ApiError
 from tformer_serve.schemas.base import Items, RequestBody
 
 MAX_TOP_LOGPROBS = 20  # of OpenAI's API
-_WHITE_SPACE = r"( |\n {0,32})?"  # between the signs of JSON; without a limit a small model may write no end of it
 SHARED_NAMES = {"stop_strings": "stop", "num_return_sequences": "n"}
 _SAME = ("temperature", "top_p", "seed", "logit_bias", "presence_penalty", "frequency_penalty")
 _OWN = ("top_k", "min_p", "repetition_penalty", "adapter")
@@ -50,8 +49,7 @@ class ResponseFormat(RequestBody):
             raise ApiError(400, message, "invalid_option", "response_format")
         if self.type == "text":
             return {}
-        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-        return {"json_schema": {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}, **schema}}
+        return {"json_schema": {"type": "object"} if self.json_schema is None else self.json_schema.schema_}
 
 
 class OpenAIRequest(RequestBody):

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from tformer_runtime.base.errors import OptionError
+from tformer_runtime.preprocess.json_schema import WHITE_SPACE
 from tformer_serve.errors import names_in_words
 from tformer_serve.schemas.base import RequestBody
 
 _NAME = r"^[A-Za-z0-9_-]{1,64}$"
-_WHITE_SPACE = " ?"  # between the signs of JSON; without a limit a small model may write no end of it
 # A text that does not begin as JSON of an object does, or no text.
 _TEXT_OR_CALL = "start: TEXT | call\nTEXT: /([ \\n\\t]*[^{{ \\n\\t](.|\\n)*)?/\ncall: %json {schema}\n"
 
@@ -92,7 +92,7 @@ def _call_schema(functions: Sequence[Function]) -> dict[str, Any]:
             }
         )
     call = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    return {**call, "$defs": definitions, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return {**call, "$defs": definitions, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
 
 
 def _moved(schema: Any, place: str) -> Any:

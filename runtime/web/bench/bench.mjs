@@ -8,19 +8,15 @@
 // of a start of both engines, which start in turn: two processes that run the same code differ by 2 %, and the one that was
 // loaded later is often the faster one. Results are added to
 // build/web-bench.json.
-import { existsSync, mkdirSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
-import { createServer } from "node:http";
+import { existsSync, mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { cpus, loadavg, tmpdir } from "node:os";
-import { extname, join, resolve } from "node:path";
-import { build } from "esbuild";
-import puppeteer from "puppeteer-core";
+import { join, resolve } from "node:path";
 import { median } from "./median.mjs";
 import { startProcess } from "./node_process.mjs";
+import { openPage } from "./pages.mjs";
 
-const HERE = import.meta.dirname;
-const REPOSITORY = resolve(HERE, "../../..");
+const REPOSITORY = resolve(import.meta.dirname, "../../..");
 const RESULTS = join(REPOSITORY, "build/web-bench.json");
-const CHROMIUM = process.env.CHROMIUM ?? "/usr/bin/chromium";
 const ENGINES = ["tformer", "transformers.js"];
 const FIRST_TOKENS = 5; // requests of one token in a round
 // g2p reads a word of 8 letters. The other requests are those of tests/benchmarks/versus.
@@ -29,13 +25,6 @@ const CASES = {
   "60m": { folder: "build/web-large", prompt: 24, newTokens: 32, vocabulary: 32000, low: 10 },
   "134m": { folder: "build/web-large", prompt: 16, newTokens: 16, vocabulary: 32000, low: 10 },
 };
-const TYPES = {
-  ".html": "text/html",
-  ".js": "text/javascript",
-  ".mjs": "text/javascript",
-  ".wasm": "application/wasm",
-};
-
 const [name, precision, device, threadsText, roundsText = "7", startsText = "1"] = process.argv.slice(2);
 const [threads, rounds, starts] = [threadsText, roundsText, startsText].map(Number);
 const example = CASES[name];
@@ -59,47 +48,8 @@ function seededIds() {
 }
 
 async function startPage(engine, path, folder) {
-  const page = join(folder, engine);
-  mkdirSync(page, { recursive: true });
-  const entry = join(HERE, engine === "tformer" ? "page_tformer.mjs" : "page_peer.mjs");
-  await build({
-    entryPoints: [entry],
-    bundle: true,
-    format: "esm",
-    platform: "browser",
-    external: ["/tformer/*"],
-    outfile: join(page, "page.js"),
-    logLevel: "error",
-  });
-  writeFileSync(join(page, "page.html"), readFileSync(join(HERE, "page.html")));
-  const roots = {
-    "/tformer/": join(HERE, "../dist/bundle"),
-    "/ort/": join(HERE, "node_modules/onnxruntime-web/dist"),
-    "/models/": REPOSITORY,
-    "/": page,
-  };
-  const server = createServer((request, response) => {
-    const address = decodeURIComponent(new URL(request.url, "http://localhost").pathname);
-    const root = Object.keys(roots).find((one) => address.startsWith(one));
-    const file = join(roots[root], address.slice(root.length));
-    if (!existsSync(file)) return void response.writeHead(404).end();
-    response.writeHead(200, {
-      "Content-Type": TYPES[extname(file)] ?? "application/octet-stream",
-      "Cross-Origin-Opener-Policy": "same-origin",
-      "Cross-Origin-Embedder-Policy": "require-corp",
-    });
-    response.end(readFileSync(file));
-  });
-  await new Promise((done) => server.listen(0, "127.0.0.1", done));
-  const browser = await puppeteer.launch({
-    executablePath: CHROMIUM,
-    args: ["--no-sandbox"],
-    protocolTimeout: 600_000,
-  });
-  giveShare(browser.process().pid);
-  const tab = await browser.newPage();
-  tab.on("pageerror", (error) => console.error(engine, error.message));
-  await tab.goto(`http://127.0.0.1:${server.address().port}/page.html`);
+  const entry = engine === "tformer" ? "page_tformer.mjs" : "page_peer.mjs";
+  const { tab, browser, end } = await openPage(engine, entry, { "/models/": REPOSITORY }, join(folder, engine));
   await tab.waitForFunction("window.open_", { timeout: 60_000 });
   const address = `/models${path.slice(REPOSITORY.length)}`;
   await tab.evaluate((options) => window.open_(options), { path: address, precision, threads });
@@ -109,18 +59,7 @@ async function startPage(engine, path, folder) {
     const after = renderer(browser.process().pid);
     return { ...result, cpuMs: after.cpuMs - before.cpuMs, rss: after.bytes };
   };
-  const end = async () => {
-    await browser.close();
-    server.close();
-  };
   return { run, end };
-}
-
-/** Give the session of a process the share of processors that this one has, on Linux. */
-function giveShare(pid) {
-  const own = "/proc/self/autogroup";
-  const nice = existsSync(own) ? /nice (-?\d+)/.exec(readFileSync(own, "utf8"))?.[1] : undefined;
-  if (Number(nice)) writeFileSync(`/proc/${pid}/autogroup`, nice);
 }
 
 /** The resident bytes of the largest renderer of a browser, and its processor time so far, in steps of 10 ms. */

@@ -1,6 +1,7 @@
 // A process with one model of one engine, which runs requests that its parent sends.
 import { peerRunner, tformerRunner } from "./engines.mjs";
 
+process.env.ORT_DISABLE_TELEMETRY ??= "1"; // of transformers.js too
 const [engine, path, precision, device, threads] = process.argv.slice(2);
 const count = Number(threads);
 

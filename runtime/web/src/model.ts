@@ -162,7 +162,7 @@ export class Model {
     private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
-    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCode, parts.promptItems);
+    this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCodes, parts.promptItems);
     this.generator = new Generator(engine, this.inputs.outputCodec);
   }
 

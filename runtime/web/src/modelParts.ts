@@ -12,16 +12,16 @@ import type { Engine } from "./engine/engine.js";
 import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { PromptTemplate } from "./preprocess/conversation.js";
-import type { DataReader, TextCode } from "./preprocess/inputs.js";
+import type { DataReader } from "./preprocess/inputs.js";
 import type { PromptItems } from "./preprocess/promptItems.js";
+import type { TextCode } from "./preprocess/textCode.js";
 import type { Task } from "./tasks/base.js";
 import type { Forecaster } from "./tasks/forecasting.js";
 import { isSpeechToText, taskOf } from "./tasks/index.js";
 import type { SpeechToText } from "./tasks/speechToText.js";
 
 export interface ModelParts {
-  /** Tokenizers; undefined for a file without one. */
-  readonly textCode: TextCode | undefined;
+  readonly textCodes: readonly TextCode[];
   /** Makes the chat template of a file; undefined for a file without one. */
   readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined;
   /** Input → the function that reads a picture or a sound for it. */
@@ -42,10 +42,9 @@ export interface ModelParts {
 export async function loadParts(engine: Engine): Promise<ModelParts> {
   const { manifest, name } = engine;
   try {
-    const textCode = manifest.tokenizers.length ? await import("./preprocess/textCode.js") : undefined;
-    if (isNode() && textCode && manifest.tokenizers.some(textCode.hasExpressions)) await startTimeLimits();
+    const textCodes = await textCodesOf(manifest);
     const forecaster = await forecasterOf(engine);
-    const task = forecaster || manifest.decode ? undefined : await taskOf(manifest);
+    const task = forecaster || manifest.decode ? undefined : await taskOf(manifest, textCodes);
     const speechToText = isSpeechToText(manifest)
       ? new (await import("./tasks/speechToText.js")).SpeechToText(manifest)
       : undefined;
@@ -55,7 +54,7 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
     const hasTemplate = manifest.chatTemplate !== undefined;
     const templateOf = hasTemplate ? (await import("./preprocess/chatTemplate.js")).templateOf : undefined;
     return {
-      textCode,
+      textCodes,
       templateOf,
       dataReaders: await readersOf(manifest),
       task,
@@ -72,6 +71,13 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
       error,
     );
   }
+}
+
+async function textCodesOf({ tokenizers }: Manifest): Promise<TextCode[]> {
+  if (!tokenizers.length) return [];
+  if (isNode()) await startTimeLimits();
+  const { TextCode } = await import("./preprocess/textCode.js");
+  return tokenizers.map((definition) => new TextCode(definition));
 }
 
 async function forecasterOf(engine: Engine): Promise<Forecaster | undefined> {

@@ -14,6 +14,7 @@ import { PageServer } from "./support/pageServer.js";
 
 const PACKAGE = resolve(import.meta.dirname, "..");
 const HANG_MS = 60_000;
+const INSECURE_HOST = "tformer.test"; // a page over http that is not from localhost
 
 /** Wait for a text in the output of a page. */
 async function waitForOutput(page: Page, text: string): Promise<void> {
@@ -32,7 +33,9 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
     const entryPoints = [join(PACKAGE, "tests/page/page.ts")];
     await build({ entryPoints, bundle: true, format: "esm", target: "es2022", outfile: join(scripts, "page.js") });
     copyFileSync(join(PACKAGE, "tests/page/index.html"), join(scripts, "index.html"));
-    browser = await puppeteer.launch({ browser: kind, executablePath: path!, args: ["--no-sandbox"] });
+    const hosts = kind === "chrome" ? [`--host-resolver-rules=MAP ${INSECURE_HOST} 127.0.0.1`] : [];
+    const args = ["--no-sandbox", ...hosts];
+    browser = await puppeteer.launch({ browser: kind, executablePath: path!, args });
   });
 
   afterAll(async () => {
@@ -40,9 +43,11 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
     rmSync(scripts, { recursive: true });
   });
 
-  test("the page of docs/web.md pronounces words", async () => {
-    const folder = join(scripts, "docs");
-    mkdirSync(folder);
+  const hosts = kind === "chrome" ? ["127.0.0.1", INSECURE_HOST] : ["127.0.0.1"];
+
+  test.each(hosts)("the page of docs/web.md pronounces words, from %s", async (host) => {
+    const folder = join(scripts, "docs", host);
+    mkdirSync(folder, { recursive: true });
     for (const name of ["index.html", "pronounce.js"]) writeFileSync(join(folder, name), example(name));
     const files = {
       "/tformer/": join(PACKAGE, "dist/bundle/"),
@@ -52,7 +57,8 @@ describe.each(BROWSERS.filter(([, , path]) => path))("in %s", (_, kind, path) =>
     const server = await PageServer.start(files, false);
     const page = await browser.newPage();
     try {
-      await page.goto(`${server.address}/index.html`);
+      await page.goto(`${server.address.replace("127.0.0.1", host)}/index.html`);
+      expect(await page.evaluate(() => "subtle" in crypto)).toBe(host !== INSECURE_HOST);
       await page.waitForSelector("button:enabled", { timeout: HANG_MS }); // once the model is loaded
       await page.click("button");
       await waitForOutput(page, "T R AE N S F AO R M ER");

@@ -88,4 +88,4 @@ def test_pages_of_named_origins_may_call(guarded, server):
         assert (refused.status_code, refused.headers[name]) == (401, "https://page.example")
     with server.http() as client:
         answer = client.options("/v1/generate", headers={"Origin": "https://page.example", **ask})
-        assert (answer.status_code, name in answer.headers) == (405, False)
+        assert (answer.status_code, name in answer.headers) == (403, False)

@@ -58,6 +58,7 @@ from tformer_export.sources.tokenizer import (
 )
 from tformer_export.sources.untrusted_files import refuse_outside_weights, refuse_special_files
 from tformer_runtime.base.errors import MissingExtraError, SourceError
+from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import SpecialTokens
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def from_folder(
     """
     folder = Path(path)
     if importlib.util.find_spec("transformers") is None:
-        raise MissingExtraError("reading a Hugging Face folder needs transformers: pip install 'tformer[hf]'")
+        raise MissingExtraError(f"reading a Hugging Face folder needs transformers: {install_command('hf')}")
     name, adapter, texts = model_name(folder), read_adapter(folder) if is_adapter_folder(folder) else None, folder
     if adapter is not None:
         folder, task = adapter.find_base(), task or adapter.task

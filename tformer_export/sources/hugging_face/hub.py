@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from tformer_runtime.base.errors import MissingExtraError, SourceError
+from tformer_runtime.base.extras import install_command
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL = (".pt", ".pt2", ".pth", ".bin", ".ckpt", ".safetensors", ".onnx", ".json")  # no model's name ends like this
@@ -44,7 +45,7 @@ def download(repo: str, revision: str | None = None) -> Path:
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError(
-            f"there is no file or folder {repo}, and a model of the hub needs transformers: pip install 'tformer[hf]'"
+            f"there is no file or folder {repo}, and a model of the hub needs transformers: {install_command('hf')}"
         )
     folder = _snapshot(repo, revision, (*_TEXTS, *_SAFETENSORS))
     parts = (folder, *(path for path in folder.iterdir() if path.is_dir()))

@@ -24,6 +24,7 @@ from tformer_export.sources.hugging_face.hub import download, is_hub_id
 from tformer_export.sources.task_names import ANSWERS, CLASSIFIES, FEATURES, GENERATES, LABELS_TOKENS, TRANSLATES
 from tformer_export.sources.untrusted_files import read_json, refuse_special_files
 from tformer_runtime.base.errors import MissingExtraError, SourceError
+from tformer_runtime.base.extras import install_command
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 TASKS = {  # task_type of PEFT → task
@@ -206,7 +207,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
     if not is_adapter_folder(folder):
         raise SourceError(f"{folder} is no folder of an adapter: it holds no {CONFIG}")
     if importlib.util.find_spec("peft") is None:
-        raise MissingExtraError(f"{folder} holds an adapter, and reading it needs PEFT: pip install 'tformer[peft]'")
+        raise MissingExtraError(f"{folder} holds an adapter, and reading it needs PEFT: {install_command('peft')}")
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from safetensors import SafetensorError, safe_open
 

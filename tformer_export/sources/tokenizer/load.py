@@ -15,6 +15,7 @@ from tformer_export.sources.tokenizer.check import find_difference
 from tformer_export.sources.tokenizer.reference import CandidateTokenizer, ReferenceTokenizer
 from tformer_export.sources.untrusted_files import read_json
 from tformer_runtime.base.errors import SourceError
+from tformer_runtime.base.extras import install_command
 
 _FILES = re.compile(r"token|vocab|merges|spiece|sentencepiece|bpe|\.spm$|\.model$|\.tiktoken$", re.IGNORECASE)
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".onnx", ".h5", ".msgpack", ".pt", ".gguf")
@@ -121,7 +122,7 @@ def load_tokenizer(folder: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types
         if "sentencepiece" in str(error).lower() and isinstance(error, ImportError):
-            raise SourceError(f"{folder}'s tokenizer needs sentencepiece: pip install 'tformer[hf]'") from error
+            raise SourceError(f"{folder}'s tokenizer needs sentencepiece: {install_command('hf')}") from error
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise SourceError(f"{folder}'s tokenizer cannot be loaded: {reason.strip()}; {_REMEDY}") from error
 

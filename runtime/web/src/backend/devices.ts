@@ -1,6 +1,6 @@
 /** The devices of this runtime, and the choice among them. */
 
-import { DeviceError, OutOfMemoryError } from "../base/errors.js";
+import { DeviceError, MissingExtraError, OutOfMemoryError } from "../base/errors.js";
 import { shown } from "../base/validation.js";
 import { manifestOf, readingFile, readMetadata } from "../format/modelFile.js";
 import { largestWeight } from "../format/onnxGraph.js";
@@ -98,7 +98,8 @@ export async function backendOf(device: string, options: WasmOptions): Promise<B
   if (device === "auto" && isNode()) {
     try {
       return await nodeBackend(options.threads);
-    } catch {
+    } catch (error) {
+      if (!(error instanceof MissingExtraError)) throw error;
       return wasmBackend(options); // onnxruntime-node is an optional package
     }
   }

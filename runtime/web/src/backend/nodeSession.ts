@@ -2,7 +2,7 @@
 
 import type * as Ort from "onnxruntime-node";
 import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
-import { MissingExtraError, OutOfMemoryError } from "../base/errors.js";
+import { DeviceError, MissingExtraError, OutOfMemoryError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 import {
   checkPrecision,
@@ -21,8 +21,15 @@ import {
   type Weights,
 } from "./session.js";
 
-/** Return the backend. threads: of one operator. Throw MissingExtraError without the package onnxruntime-node. */
+const NO_TELEMETRY = "ORT_DISABLE_TELEMETRY";
+
+/**
+ * Return the backend. threads: of one operator.
+ *
+ * Throw MissingExtraError without the package onnxruntime-node, and DeviceError in a thread that cannot switch off its telemetry.
+ */
 export async function nodeBackend(threads?: number): Promise<Backend> {
+  await switchTelemetryOff();
   let ort: typeof Ort;
   try {
     const module = (await import("onnxruntime-node")) as typeof Ort & { default?: typeof Ort };
@@ -35,6 +42,24 @@ export async function nodeBackend(threads?: number): Promise<Backend> {
     );
   }
   return new NodeBackend(ort, threads);
+}
+
+/**
+ * Switch off the telemetry of onnxruntime, unless the user has decided about it.
+ *
+ * onnxruntime reads the variable when it makes the first session. Without it, it writes events about its use to a database in
+ * the home folder, and sends them to Microsoft. A worker thread has a copy of the environment, which native code does not see.
+ */
+async function switchTelemetryOff(): Promise<void> {
+  if (process.env[NO_TELEMETRY] !== undefined) return;
+  const { isMainThread } = await import("node:worker_threads");
+  if (!isMainThread) {
+    throw new DeviceError(
+      `device node would send onnxruntime's telemetry, which a worker thread cannot switch off: set ${NO_TELEMETRY} to 1 in ` +
+        "the environment of the process or in process.env of its main thread, or choose device wasm",
+    );
+  }
+  process.env[NO_TELEMETRY] = "1";
 }
 
 class NodeBackend implements Backend {

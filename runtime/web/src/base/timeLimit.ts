@@ -15,10 +15,11 @@ let run: ((work: () => void, milliseconds: number) => void) | undefined;
 
 /** Set time limits from now on, in Node. */
 export async function startTimeLimits(): Promise<void> {
+  if (run) return;
   const { createContext, Script } = await import("node:vm");
   const script = new Script("work()");
   const context = createContext({}) as { work?: () => void };
-  run ??= (work, timeout) => {
+  run = (work, timeout) => {
     const { work: outer } = context;
     context.work = work;
     try {

@@ -1,19 +1,25 @@
 /**
  * The digest of a model file: whether its bytes are those that the exporter wrote.
  *
- * A damaged weight gives other numbers and no error. So the exporter ends a file with its digest, the BLAKE3 hash of all
- * bytes before it, as an entry of the metadata. A digest finds damage. An attacker can write a digest that matches.
+ * A damaged weight gives other numbers and no error. So the exporter ends a file with the digest of all bytes before it, as
+ * an entry of the metadata. A digest finds damage. An attacker can write a digest that matches.
+ *
+ * The digest of bytes: cut them into chunks of 1 MiB, of which the last may be shorter. Hash each chunk with SHA-256. Append
+ * the hashes, of 32 bytes each, in the order of the chunks. The digest is the SHA-256 hash of that list, in hexadecimal
+ * digits. `tformer_runtime/format/digest.py` is the same in Python.
  */
 
-import { blake3 } from "@noble/hashes/blake3.js";
 import { checkAborted, ModelFileError } from "../base/errors.js";
+import { hexOf, sha256 } from "../base/sha256.js";
 import { ENTRY_KEY, ENTRY_VALUE, MODEL_METADATA_PROPS } from "./onnxFields.js";
 import { bytesField, concatBytes } from "./onnxWire.js";
 
-const DIGEST_KEY = "tformer.digest"; // the last entry of the metadata
-export const WEIGHTS_DIGEST_KEY = "tformer.weights_digest"; // the hash and the name of a second file with weights
+const DIGEST_KEY = "tformer.sha256_chunks"; // the last entry of the metadata
+export const WEIGHTS_DIGEST_KEY = "tformer.weights_sha256_chunks"; // the digest and the name of a second file
 const DIGEST_CHARS = 64;
-const CHUNK_BYTES = 1 << 22; // between two turns of the event loop
+const HASH_BYTES = 32;
+const CHUNK_BYTES = 1 << 20;
+const CHUNKS_AT_ONCE = 4; // the native code hashes them in parallel, each in a copy
 
 /** Return the field of a ModelProto that holds a digest. */
 function digestEntry(digest: string): Uint8Array {
@@ -77,17 +83,27 @@ async function compare(
   name: string,
   signal: AbortSignal | undefined,
 ): Promise<void> {
-  const hash = blake3.create();
-  for (let begin = 0; begin < bytes.length; begin += CHUNK_BYTES) {
-    checkAborted(signal);
-    hash.update(bytes.subarray(begin, begin + CHUNK_BYTES));
-    if (begin + CHUNK_BYTES < bytes.length) await new Promise((resolve) => setTimeout(resolve));
-  }
-  const digest = Array.from(hash.digest(), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  const digest = await digestOfBytes(bytes, signal);
   if (digest !== expected) {
     throw new ModelFileError(
       `${name} is damaged, or was changed after its export: its digest does not match. Copy it again or export the ` +
         "model again; verify: false opens it as it is",
     );
   }
+}
+
+async function digestOfBytes(bytes: Uint8Array, signal: AbortSignal | undefined): Promise<string> {
+  const chunks = Math.ceil(bytes.length / CHUNK_BYTES);
+  const hashes = new Uint8Array(chunks * HASH_BYTES);
+  let next = 0;
+  const hashChunks = async () => {
+    while (next < chunks) {
+      checkAborted(signal);
+      const number = next++;
+      const begin = number * CHUNK_BYTES;
+      hashes.set(await sha256(bytes.subarray(begin, begin + CHUNK_BYTES)), number * HASH_BYTES);
+    }
+  };
+  await Promise.all(Array.from({ length: CHUNKS_AT_ONCE }, hashChunks));
+  return hexOf(await sha256(hashes));
 }

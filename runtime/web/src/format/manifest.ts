@@ -49,7 +49,6 @@ import {
 
 export const MANIFEST_KEY = "tformer.manifest";
 export const MANIFEST_VERSION = 10;
-export const OLDEST_VERSION = 8; // that this runtime reads
 
 export const STAGE_INPUT = "stage.decode";
 export const POSITIONS = "decode.positions";
@@ -71,14 +70,6 @@ export const NEW_AXIS = "new";
 export const SLOT_AXIS = "slot";
 
 export const BASE_ADAPTER = "base"; // the name of the model without an adapter
-
-/** Target → the devices that a file in float32 suits, the best one first. */
-const DEVICES_OF_TARGET: Readonly<Record<string, readonly string[]>> = {
-  cpu: ["cpu", "wasm"],
-  cuda: ["cuda", "cpu"],
-  web: ["webgpu", "wasm", "cpu"],
-  portable: ["cpu", "cuda", "wasm"],
-};
 
 export const AUDIO = "audio"; // kinds of Preprocessing
 export const IMAGE = "image";
@@ -213,24 +204,13 @@ export function manifestFromJson(json: string): Manifest {
       `the file's manifest has version ${version} and this runtime reads version ${MANIFEST_VERSION}: upgrade tformer`,
     );
   }
-  if (version < OLDEST_VERSION) {
+  if (version < MANIFEST_VERSION) {
     throw new ModelFileError(
       `the file was written by an earlier tformer (its manifest has version ${version}, this runtime reads version ` +
         `${MANIFEST_VERSION}): export the model again`,
     );
   }
-  return readTyped(manifest, withAddedFields(data as JsonObject), "the file's tformer manifest is damaged");
-}
-
-type JsonObject = Readonly<Record<string, unknown>>;
-
-/** Return a manifest with the fields that later versions have added: devices in 9, and weightBits and maxLengthCause in 10. */
-function withAddedFields(data: JsonObject): JsonObject {
-  if (data["version"] === MANIFEST_VERSION) return data;
-  const target = String(data["target"]);
-  const devices = Object.hasOwn(DEVICES_OF_TARGET, target) ? DEVICES_OF_TARGET[target] : [];
-  const added = data["version"] === 8 ? { devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1) } : {};
-  return { ...added, weight_bits: {}, max_length_cause: "", ...data, version: MANIFEST_VERSION };
+  return readTyped(manifest, data, "the file's tformer manifest is damaged");
 }
 
 /** Return whether a cache has no slots: it holds a value after the last token, and none of earlier tokens. */

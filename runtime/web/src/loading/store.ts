@@ -5,8 +5,8 @@
  * download that broke off continues later, and nothing half-written is read.
  */
 
-import { blake3 } from "@noble/hashes/blake3.js";
 import { errorSummary, OptionError } from "../base/errors.js";
+import { hexOf, sha256 } from "../base/sha256.js";
 import { shown } from "../base/validation.js";
 
 /** A place for bytes by key. `put` replaces all bytes of a key at once: another call never reads a part of them. */
@@ -41,14 +41,13 @@ export const PIECE_BYTES = 1 << 23;
 
 /** The pieces and the record of the file of one address. */
 export class StoredFile {
-  private readonly prefix: string;
+  private readonly prefix: Promise<string>; // of the keys
 
   constructor(
     private readonly store: ModelStore,
     address: string,
   ) {
-    // Names of files are short and have no separators.
-    this.prefix = hex(blake3(new TextEncoder().encode(address), { dkLen: 16 }));
+    this.prefix = shortHash(address, 16); // names of files are short and have no separators
   }
 
   /** Return the version that is kept, and its bytes so far; undefined if there is none. */
@@ -65,7 +64,7 @@ export class StoredFile {
     if (!record || !isSame(record, version)) return 0;
     let place = 0;
     for (const [i, size] of record.sizes.entries()) {
-      const piece = await this.store.get(this.pieceKey(version, i));
+      const piece = await this.store.get(await this.pieceKey(version, i));
       if (piece?.length !== size || place + size > target.length) return 0;
       target.set(piece, place);
       place += size;
@@ -75,9 +74,9 @@ export class StoredFile {
 
   /** Keep the bytes from the end of the kept ones on as a piece. kept: the sizes of the pieces so far. */
   async append(version: Version, kept: readonly number[], piece: Uint8Array): Promise<void> {
-    await this.store.put(this.pieceKey(version, kept.length), piece);
+    await this.store.put(await this.pieceKey(version, kept.length), piece);
     const record: Record = { format: FORMAT, ...version, sizes: [...kept, piece.length] };
-    await this.store.put(this.prefix, new TextEncoder().encode(JSON.stringify(record)));
+    await this.store.put(await this.prefix, new TextEncoder().encode(JSON.stringify(record)));
   }
 
   async sizes(version: Version): Promise<readonly number[]> {
@@ -88,12 +87,12 @@ export class StoredFile {
   /** Remove the file. */
   async drop(): Promise<void> {
     const record = await this.record();
-    await this.store.delete(this.prefix); // first: pieces without a record are never read
-    for (let i = 0; i <= (record?.sizes.length ?? -1); i++) await this.store.delete(this.pieceKey(record!, i));
+    await this.store.delete(await this.prefix); // first: pieces without a record are never read
+    for (let i = 0; i <= (record?.sizes.length ?? -1); i++) await this.store.delete(await this.pieceKey(record!, i));
   }
 
   private async record(): Promise<Record | undefined> {
-    const bytes = await this.store.get(this.prefix);
+    const bytes = await this.store.get(await this.prefix);
     if (!bytes) return undefined;
     try {
       const record = JSON.parse(new TextDecoder().decode(bytes)) as Record;
@@ -106,9 +105,8 @@ export class StoredFile {
   }
 
   /** Return the key of a piece. Versions have keys of their own, so that pieces of two never mix. */
-  private pieceKey({ validator, total }: Version, number: number): string {
-    const version = blake3(new TextEncoder().encode(`${validator} ${total}`), { dkLen: 8 });
-    return `${this.prefix}-${hex(version)}-${number}`;
+  private async pieceKey({ validator, total }: Version, number: number): Promise<string> {
+    return `${await this.prefix}-${await shortHash(`${validator} ${total}`, 8)}-${number}`;
   }
 }
 
@@ -116,8 +114,9 @@ export function isSame(one: Version, other: Version): boolean {
   return one.validator === other.validator && one.total === other.total;
 }
 
-function hex(bytes: Uint8Array): string {
-  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+/** Return the first bytes of the hash of a text, in hexadecimal digits. */
+async function shortHash(text: string, bytes: number): Promise<string> {
+  return hexOf((await sha256(new TextEncoder().encode(text))).subarray(0, bytes));
 }
 
 /**

@@ -13,6 +13,7 @@ import { picturesOf, withoutPictures, type Message, type PromptTemplate, type To
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
 import type { PromptItems } from "./promptItems.js";
+import type { TextCode } from "./textCode.js";
 import type { Pair, TextReader } from "./textReader.js";
 import type { TextWindow, WindowReader } from "./textWindows.js";
 import type { Codec } from "./tokenizer.js";
@@ -42,7 +43,6 @@ export interface IdsOptions {
 export type DataReader = (value: Value) => Value | Promise<Value>;
 
 /** The code of tokenizers. */
-export type TextCode = typeof import("./textCode.js");
 
 /** Return whether a value is a pair of texts. */
 export function isPair(value: unknown): value is Pair {
@@ -95,20 +95,17 @@ export function picturedPrompt(manifest: Manifest, prompt: Input, images: readon
 export class Inputs {
   /** The name of the autoregressive input; empty for a single-pass model. */
   readonly step: string;
-  private readonly codecs: Codec[];
-  private readonly readers = new Map<number, TextReader>();
 
   /**
    * dataReaders: input → the function that reads a raw value for it, such as a picture.
-   * textCode: for a model with tokenizers. promptItems: for a model that reads pictures in its prompt.
+   * textCodes: the tokenizers of the file. promptItems: for a model that reads pictures in its prompt.
    */
   constructor(
     private readonly manifest: Manifest,
     private readonly dataReaders: ReadonlyMap<string, DataReader> = new Map(),
-    private readonly textCode?: TextCode,
+    private readonly textCodes: readonly TextCode[] = [],
     private readonly promptItems?: PromptItems,
   ) {
-    this.codecs = manifest.tokenizers.map((definition) => new textCode!.Codec(definition));
     this.step = manifest.decode?.step.name ?? "";
   }
 
@@ -273,7 +270,7 @@ export class Inputs {
           `${specs.map((spec) => spec.name).join(", ")}: export it with one (--tokenizer, tokenizer=)`,
       );
     }
-    return { spec: specs[0], reader: this.reader(index) };
+    return { spec: specs[0], reader: this.textCodes[index].reader };
   }
 
   /**
@@ -309,7 +306,7 @@ export class Inputs {
       if (index === undefined) throw new InputError(`the file has no tokenizer for ${spec.name}: give ids`);
       const cut = (text: string) => this.readable(spec.name, text, maxTokens !== undefined);
       const text = typeof value === "string" ? cut(value) : ([cut(value[0]), cut(value[1])] as const);
-      ({ ids, types } = this.reader(index).read(text, maxTokens));
+      ({ ids, types } = this.textCodes[index].reader.read(text, maxTokens));
     } else {
       ids = this.ids(spec.name, value, { addSpecialTokens: true }).subarray(0, maxTokens);
       types = new Int32Array(ids.length);
@@ -444,13 +441,7 @@ export class Inputs {
 
   private codec(name: string): Codec | undefined {
     const index = this.manifest.tokenizerOf.get(name);
-    return index === undefined ? undefined : this.codecs[index];
-  }
-
-  private reader(index: number): TextReader {
-    let reader = this.readers.get(index);
-    if (!reader) this.readers.set(index, (reader = new this.textCode!.TextReader(this.manifest.tokenizers[index])));
-    return reader;
+    return index === undefined ? undefined : this.textCodes[index].codec;
   }
 }
 

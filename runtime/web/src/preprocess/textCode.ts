@@ -1,4 +1,17 @@
-/** Tokenizers and readers of texts, whose code is loaded for files that have a tokenizer. */
+/** The code of tokenizers, which is loaded for files that have one. */
 
-export { TextReader } from "./textReader.js";
-export { Codec, hasExpressions } from "./tokenizer.js";
+import { TextReader } from "./textReader.js";
+import { Codec, TokenizerParts } from "./tokenizer.js";
+
+/** A tokenizer of a file: as generation uses it, and as single-pass models do. Both share its vocabulary. */
+export class TextCode {
+  readonly codec: Codec;
+  readonly reader: TextReader;
+
+  /** definition: as of `TokenizerParts`. Throw ModelFileError if it cannot be read. */
+  constructor(definition: string) {
+    const parts = new TokenizerParts(definition);
+    this.codec = new Codec(parts);
+    this.reader = new TextReader(parts);
+  }
+}

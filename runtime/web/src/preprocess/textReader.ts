@@ -7,7 +7,7 @@
 
 import { InputError } from "../base/errors.js";
 import { runSteps, decodeSteps } from "./detokenizer.js";
-import { checkText, TokenizerParts } from "./tokenizer.js";
+import { checkText, type TokenizerParts } from "./tokenizer.js";
 
 export type Pair = readonly [string, string];
 
@@ -18,11 +18,7 @@ export interface EncodedText {
 
 /** A tokenizer of the file, which reads unknown text and can truncate. */
 export class TextReader {
-  readonly parts: TokenizerParts;
-
-  constructor(definition: string) {
-    this.parts = new TokenizerParts(definition);
-  }
+  constructor(readonly parts: TokenizerParts) {}
 
   /** The id of the unknown token; undefined without one. */
   get unknown(): number | undefined {

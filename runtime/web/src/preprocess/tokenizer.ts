@@ -10,7 +10,7 @@ import { errorSummary, InputError, ModelFileError, quotable } from "../base/erro
 import { readingTime, slowText, withinTime } from "../base/timeLimit.js";
 import { surrogateIn } from "../base/validation.js";
 import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./detokenizer.js";
-import { checkGrowth } from "./tokenizerGrowth.js";
+import { checkGrowth, hasExpressions } from "./tokenizerGrowth.js";
 
 /** The parts of a tokenizer's JSON that are read here. */
 interface TokenizerJson {
@@ -98,10 +98,11 @@ export class TokenizerParts {
 
   /** definition: a tokenizer in the JSON format of the tokenizers library. Throw ModelFileError if it cannot be read. */
   constructor(definition: string) {
-    const json = (this.json = parsed(definition));
-    this.hasExpressions = hasKey(json, EXPRESSION_KEY);
+    const json = (this.json = readingTokenizer(() => JSON.parse(definition) as TokenizerJson));
+    const steps = json as unknown as Record<string, unknown>;
+    this.hasExpressions = readingTokenizer(() => hasExpressions(steps));
     [this.tokenizer, this.patched] = this.opening(() => {
-      checkGrowth(json as unknown as Record<string, unknown>);
+      checkGrowth(steps);
       withUnicodeWords(json.normalizer);
       // A vocabulary of whole words has its unknown token in the configuration of another file, for this package.
       const parts = { ...json, pre_tokenizer: withUnicodeWords(json.pre_tokenizer) };
@@ -162,16 +163,13 @@ function hasOneType(step: unknown): boolean {
 }
 
 const CONTEXT_CHARACTERS = 24; // around a character that make its tokens
-const EXPRESSION_KEY = "Regex"; // of a pattern that is a regular expression
 
 /** A tokenizer of the file, which refuses unknown characters. */
 export class Codec {
   private readonly special = new Set<number>();
   private readonly dropped = new Map<string, boolean>();
-  private readonly parts: TokenizerParts;
 
-  constructor(definition: string) {
-    this.parts = new TokenizerParts(definition);
+  constructor(private readonly parts: TokenizerParts) {
     for (const token of this.parts.json.added_tokens ?? []) {
       if (token.special && this.parts.tokenizer.id_to_token(token.id) === token.content) this.special.add(token.id);
     }
@@ -312,27 +310,6 @@ function slowTokenizer(seconds: number): ModelFileError {
   return new ModelFileError(
     `the file's tokenizer took more than ${seconds} s to open, and was stopped: its regular expressions are slow`,
   );
-}
-
-/** Return whether a tokenizer has regular expressions of its own. Throw ModelFileError if it cannot be read. */
-export function hasExpressions(definition: string): boolean {
-  return hasKey(parsed(definition), EXPRESSION_KEY);
-}
-
-function parsed(definition: string): TokenizerJson {
-  return readingTokenizer(() => JSON.parse(definition) as TokenizerJson);
-}
-
-/** Return whether an object within a JSON value, of any depth and size, has a key. */
-function hasKey(json: unknown, key: string): boolean {
-  const waiting = [json];
-  while (waiting.length) {
-    const part = waiting.pop();
-    if (typeof part !== "object" || part === null) continue;
-    if (Object.hasOwn(part, key)) return true;
-    for (const value of Object.values(part)) waiting.push(value);
-  }
-  return false;
 }
 
 /** Run a function of the package. Its errors are those of a tokenizer that cannot be read. */

@@ -20,9 +20,17 @@ const GROWTH: Readonly<Record<string, number>> = {
 
 type Step = Readonly<Record<string, unknown>>;
 
+/** The parts of a tokenizer's JSON with steps. Its vocabulary is in another one. */
+const STAGES = ["normalizer", "pre_tokenizer", "post_processor", "decoder"];
+
+/** Return whether a step of a tokenizer has a regular expression of its own. json: of the tokenizer. */
+export function hasExpressions(json: Step): boolean {
+  return STAGES.some((stage) => stepsOf(json[stage]).some((step) => Object.hasOwn(step, "Regex")));
+}
+
 /** Throw ModelFileError for a tokenizer that may make a text more than MAX_GROWTH times as long. json: its JSON. */
 export function checkGrowth(json: Step): void {
-  for (const stage of ["normalizer", "pre_tokenizer", "post_processor", "decoder"]) {
+  for (const stage of STAGES) {
     let growth = 1;
     for (const step of stepsOf(json[stage])) {
       growth *= growthOf(step);
@@ -35,15 +43,16 @@ export function checkGrowth(json: Step): void {
   }
 }
 
-/** Yield the steps of a part of a tokenizer, also those of sequences within it. */
-function* stepsOf(part: unknown): Generator<Step> {
-  const waiting = [part];
+/** Return the objects in a part of a tokenizer: its steps, also those of sequences within it, and their patterns. */
+function stepsOf(part: unknown): Step[] {
+  const [steps, waiting] = [[] as Step[], [part]];
   while (waiting.length) {
     const step = waiting.pop();
     if (typeof step !== "object" || step === null || Array.isArray(step)) continue;
-    yield step as Step;
+    steps.push(step as Step);
     for (const value of Object.values(step)) append(waiting, Array.isArray(value) ? value : [value]);
   }
+  return steps;
 }
 
 /** Return a bound on the length of a step's output, in multiples of its input's. */

@@ -10,7 +10,8 @@ import { checkInt, invalidValue, shown } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
 import type { Input, Inputs } from "../preprocess/inputs.js";
-import { TextReader } from "../preprocess/textReader.js";
+import type { TextCode } from "../preprocess/textCode.js";
+import type { TextReader } from "../preprocess/textReader.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 import { softmax } from "./classification.js";
 
@@ -44,10 +45,10 @@ export class FillMask extends Task<Filled, Settings> {
   private readonly reader: TextReader;
   private readonly maskOfFile: number | undefined;
 
-  constructor(manifest: Manifest) {
+  constructor(manifest: Manifest, textCodes: readonly TextCode[]) {
     super(manifest);
     const [index] = manifest.tokenizerOf.values();
-    this.reader = new TextReader(manifest.tokenizers[index]);
+    this.reader = textCodes[index].reader;
     this.maskOfFile = this.fileSetting(MASK, "number");
   }
 

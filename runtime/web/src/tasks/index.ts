@@ -1,9 +1,10 @@
 /** The task of a file that is no text generator. The code of a task is loaded for files that have it. */
 
 import { AUDIO, stepFeatures, type Manifest } from "../format/manifest.js";
+import type { TextCode } from "../preprocess/textCode.js";
 import type { Task } from "./base.js";
 
-type TaskClass = new (manifest: Manifest) => Task;
+type TaskClass = new (manifest: Manifest, textCodes: readonly TextCode[]) => Task;
 
 const SPEECH = "automatic-speech-recognition";
 
@@ -34,10 +35,10 @@ export function isSpeechToText(manifest: Manifest): boolean {
  * Return the task of a single-pass model.
  *
  * A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are the
- * outputs of the model. Throw ModelFileError for damaged settings of a task.
+ * outputs of the model. textCodes: the tokenizers of the file. Throw ModelFileError for damaged settings of a task.
  */
-export async function taskOf(manifest: Manifest): Promise<Task> {
+export async function taskOf(manifest: Manifest, textCodes: readonly TextCode[]): Promise<Task> {
   const isRaw = NEEDS_TOKENIZER.includes(manifest.task) && !manifest.tokenizerOf.size;
   const load = Object.hasOwn(TASKS, manifest.task) && !isRaw ? TASKS[manifest.task] : features;
-  return new (await load())(manifest);
+  return new (await load())(manifest, textCodes);
 }

@@ -15,7 +15,7 @@ import { InputError, OptionError } from "../base/errors.js";
 import { checkBoolean, checkInt } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import { isPair, type Input, type Inputs } from "../preprocess/inputs.js";
-import { TextReader } from "../preprocess/textReader.js";
+import type { TextCode } from "../preprocess/textCode.js";
 import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 
@@ -61,10 +61,10 @@ export class QuestionAnswering extends Task<Answer, Settings> {
   private readonly windowReader: WindowReader;
   private readonly first: number;
 
-  constructor(manifest: Manifest) {
+  constructor(manifest: Manifest, textCodes: readonly TextCode[]) {
     super(manifest);
     const [index] = manifest.tokenizerOf.values();
-    this.windowReader = new WindowReader(new TextReader(manifest.tokenizers[index]).parts);
+    this.windowReader = new WindowReader(textCodes[index].reader.parts);
     this.first = this.fileSetting(FIRST, "number") ?? -1;
   }
 

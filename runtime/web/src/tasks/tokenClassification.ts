@@ -17,7 +17,8 @@ import { InputError, OptionError } from "../base/errors.js";
 import { checkInt, invalidValue, shown } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Input, Inputs } from "../preprocess/inputs.js";
-import { TextReader } from "../preprocess/textReader.js";
+import type { TextCode } from "../preprocess/textCode.js";
+import type { TextReader } from "../preprocess/textReader.js";
 import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 import { softmax } from "./classification.js";
@@ -68,10 +69,10 @@ export class TokenClassification extends Task<Span[], Settings> {
   private readonly windowReader: WindowReader;
   private readonly unknown: number | undefined;
 
-  constructor(manifest: Manifest) {
+  constructor(manifest: Manifest, textCodes: readonly TextCode[]) {
     super(manifest);
     const [index] = manifest.tokenizerOf.values();
-    this.reader = new TextReader(manifest.tokenizers[index]);
+    this.reader = textCodes[index].reader;
     this.windowReader = new WindowReader(this.reader.parts);
     this.unknown = this.fileSetting(UNKNOWN, "number") ?? this.reader.unknown;
   }

@@ -15,7 +15,7 @@ import type { Manifest, TensorSpec } from "../../src/format/manifest.js";
 import { DATA_TYPES } from "../../src/format/onnxFields.js";
 import { DeviceError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../../src/index.js";
 import { Inputs } from "../../src/preprocess/inputs.js";
-import * as textCode from "../../src/preprocess/textCode.js";
+import { TextCode } from "../../src/preprocess/textCode.js";
 import { FakeGpuDevice } from "../support/fakeGpu.js";
 import { FakeOrt } from "../support/fakeOrt.js";
 import { modelBytes } from "../support/models.js";
@@ -65,7 +65,8 @@ async function open(name: string, backend: Backend): Promise<Engine> {
 }
 
 function chatWith(engine: Engine): Chat {
-  const inputs = new Inputs(engine.manifest, new Map(), textCode);
+  const textCodes = engine.manifest.tokenizers.map((definition) => new TextCode(definition));
+  const inputs = new Inputs(engine.manifest, new Map(), textCodes);
   return new Chat({
     generator: new Generator(engine, inputs.outputCodec),
     inputs,

@@ -2,7 +2,6 @@ import { describe, expect, test } from "vitest";
 import { backendOf } from "../../src/backend/devices.js";
 import { ModelFileError, TformerError } from "../../src/base/errors.js";
 import { Engine } from "../../src/engine/engine.js";
-import { checkDigest, weightsFileOf } from "../../src/format/digest.js";
 import { manifestFromJson, MANIFEST_KEY } from "../../src/format/manifest.js";
 import { checkManifest } from "../../src/format/manifestChecks.js";
 import { manifestOf, readMetadata, withMappedWeights } from "../../src/format/modelFile.js";
@@ -29,17 +28,6 @@ function changedManifest(change: (manifest: Record<string, unknown>) => void): s
   return JSON.stringify(manifest);
 }
 
-test("the digest of the exporter is found, and a change of any kind is an error", async () => {
-  await expect(checkDigest(g2p, "g2p.onnx")).resolves.toMatch(/^[0-9a-f]{64}$/);
-  const changed = g2p.slice();
-  changed[3_000_000] ^= 1;
-  await expect(checkDigest(changed, "g2p.onnx")).rejects.toThrow(
-    "g2p.onnx is damaged, or was changed after its export",
-  );
-  await expect(checkDigest(g2p.subarray(0, 1000), "g2p.onnx")).resolves.toBeUndefined();
-  await expect(Model.load(changed)).rejects.toThrow(ModelFileError);
-});
-
 test("a model with mapped weights is small, and has the graph of the file", () => {
   const mapped = withMappedWeights(g2p, "model.onnx");
   expect(mapped.length).toBeLessThan(g2p.length / 10);
@@ -64,10 +52,10 @@ describe("manifests", () => {
   const cases: [string, (manifest: Record<string, unknown>) => void, string][] = [
     [
       "of a later version",
-      (m) => (m["version"] = 10),
-      "has version 10 and this runtime reads version 9: upgrade tformer",
+      (m) => (m["version"] = 11),
+      "has version 11 and this runtime reads version 10: upgrade tformer",
     ],
-    ["of an earlier version", (m) => (m["version"] = 7), "was written by an earlier tformer"],
+    ["of an earlier version", (m) => (m["version"] = 9), "was written by an earlier tformer"],
     ["without a version", (m) => delete m["version"], "manifest is damaged: export the model again"],
     ["with another field", (m) => (m["futureThing"] = 1), "unknown field `futureThing`"],
     ["without a field", (m) => delete m["max_length"], "missing field `max_length`"],
@@ -86,27 +74,7 @@ describe("manifests", () => {
     expect(read).toThrow(sentence);
   });
 
-  test("of version 8 have the devices that version 9 has added", () => {
-    const devices = (target: string, precision: string) =>
-      manifestFromJson(
-        changedManifest((m) => {
-          delete m["devices"];
-          Object.assign(m, { version: 8, target, precision });
-        }),
-      ).devices;
-    expect(manifestFromJson(changedManifest(() => {})).devices).toEqual(["cpu", "wasm"]);
-    expect(devices("cpu", "fp32")).toEqual(["cpu", "wasm"]);
-    expect(devices("cuda", "fp16")).toEqual(["cuda"]);
-    expect(devices("later", "fp32")).toEqual([]);
-  });
-
-  test("of version 9 say nothing of the bits of the weights, which version 10 has added", () => {
-    const older = (m: Record<string, unknown>) => {
-      delete m["weight_bits"];
-      delete m["max_length_cause"];
-      m["version"] = 9;
-    };
-    expect(manifestFromJson(changedManifest(older)).weightBits.size).toBe(0);
+  test("say how many weights have how many bits", () => {
     expect([...manifestFromJson(changedManifest(() => {})).weightBits.keys()]).toContain("32");
   });
 
@@ -172,12 +140,6 @@ describe.each(["node", "wasm"])("damaged files on %s", (device) => {
   });
 });
 
-test("the second file of weights has a name without folders", () => {
-  const named = (name: string) => weightsFileOf(new Map([["tformer.weights_digest", `0a${name}`]]));
-  expect(named(" my model.onnx.data")).toEqual({ digest: "0a", name: "my model.onnx.data" });
-  for (const name of ["", " ", " a/b", " ..", " a\\b"]) {
-    expect(() => named(name), name).toThrow("is no name of a file with weights");
-  }
-  expect(weightsFileOf(readMetadata(g2p))).toBeUndefined();
+test("a file without a manifest is refused", () => {
   expect(() => manifestOf(new Map())).toThrow("the file has no tformer manifest: export the model with tformer-export");
 });

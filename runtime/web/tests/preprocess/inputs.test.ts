@@ -1,9 +1,9 @@
-import * as textCode from "../../src/preprocess/textCode.js";
 import { expect, test } from "vitest";
 import { InputError } from "../../src/base/errors.js";
 import { manifestOf, readMetadata } from "../../src/format/modelFile.js";
 import type { Manifest, RequestInput } from "../../src/format/manifest.js";
 import { arrayOf, Inputs, type Input } from "../../src/preprocess/inputs.js";
+import { TextCode } from "../../src/preprocess/textCode.js";
 import { errorOf } from "../golden/golden.js";
 import { modelBytes } from "../support/models.js";
 
@@ -11,8 +11,16 @@ const g2p = manifestOf(readMetadata(modelBytes("g2p")));
 const words = manifestOf(readMetadata(modelBytes("words")));
 const languages = manifestOf(readMetadata(modelBytes("languages")));
 
+function inputsOf(manifest: Manifest): Inputs {
+  return new Inputs(
+    manifest,
+    new Map(),
+    manifest.tokenizers.map((one) => new TextCode(one)),
+  );
+}
+
 test("sources of an encoder are texts or ids, by name or alone", () => {
-  const inputs = new Inputs(g2p, new Map(), textCode);
+  const inputs = inputsOf(g2p);
   const ids = [12, 9, 2];
   for (const input of [
     "he",
@@ -49,7 +57,7 @@ test("sources of an encoder are texts or ids, by name or alone", () => {
 });
 
 test("prompts of a decoder-only model", () => {
-  const inputs = new Inputs(words, new Map(), textCode);
+  const inputs = inputsOf(words);
   const { sources, prompt, startCount } = inputs.generationInputs("he");
   expect([sources.size, startCount]).toEqual([0, 0]);
   expect([...inputs.generationInputs({ ids: prompt }).prompt]).toEqual([...prompt]);
@@ -62,7 +70,7 @@ test("prompts of a decoder-only model", () => {
 
 test("start tokens go before a text, and not before the caller's ids", () => {
   const manifest: Manifest = { ...words, specialTokens: { ...words.specialTokens, bosTokenIds: [7, 8] } };
-  const inputs = new Inputs(manifest, new Map(), textCode);
+  const inputs = inputsOf(manifest);
   const text = inputs.generationInputs("he");
   expect([text.startCount, [...text.prompt.subarray(0, 2)]]).toEqual([2, [7, 8]]);
   expect([...inputs.generationInputs([9]).prompt]).toEqual([9]);
@@ -71,7 +79,7 @@ test("start tokens go before a text, and not before the caller's ids", () => {
 });
 
 test("single-pass models read texts, pairs and ids, and cut them if they are asked to", async () => {
-  const inputs = new Inputs(languages, new Map(), textCode);
+  const inputs = inputsOf(languages);
   const long = "word ".repeat(500);
   await expect(inputs.singlePassArrays(long)).rejects.toThrow("and the model takes at most 128: shorten it");
   expect((await inputs.singlePassArrays(long, true)).get("ids")!.shape).toEqual([128]);
@@ -94,7 +102,7 @@ test("inputs of data are numbers of the right kind", async () => {
     encode: { ...languages.encode!, inputs: [spec, other] },
     tokenizerOf: new Map(),
   };
-  const inputs = new Inputs(manifest, new Map(), textCode);
+  const inputs = inputsOf(manifest);
   const arrays = await inputs.singlePassArrays({
     x: [
       [1, 2],

@@ -1,7 +1,8 @@
 import { describe, expect, test } from "vitest";
 import { ModelFileError } from "../../src/base/errors.js";
-import { TextReader, type Pair } from "../../src/preprocess/textReader.js";
+import type { Pair } from "../../src/preprocess/textReader.js";
 import { WindowReader, type TextWindow } from "../../src/preprocess/textWindows.js";
+import { TokenizerParts } from "../../src/preprocess/tokenizer.js";
 import { errorOf, Golden } from "../golden/golden.js";
 
 interface Expected {
@@ -25,7 +26,7 @@ interface Case {
 const golden = new Golden<Case>("preprocess/text_windows.py");
 
 function readerOf(definition: string): WindowReader {
-  return new WindowReader(new TextReader(definition).parts);
+  return new WindowReader(new TokenizerParts(definition));
 }
 
 function plain({ ids, types, starts, ends, words, texts }: TextWindow): Expected {

@@ -3,7 +3,7 @@
 import { expect, test, vi } from "vitest";
 import { AbortedError, InputError, Model } from "../../src/index.js";
 import { slowText, startTimeLimits, withinTime } from "../../src/base/timeLimit.js";
-import { Codec } from "../../src/preprocess/tokenizer.js";
+import { TextCode } from "../../src/preprocess/textCode.js";
 import { Connection, type Port } from "../../src/worker/connection.js";
 import { Golden, type Place } from "../golden/golden.js";
 
@@ -28,7 +28,7 @@ test("a text that takes too long is refused, and the model reads the next one", 
   await model.dispose();
   const { definition } = golden.cases[0];
   for (const key of ["Regex", "\\u0052egex", "\\u0052\\u0065gex"]) {
-    const codec = new Codec(definition.replace('"Regex"', `"${key}"`));
+    const { codec } = new TextCode(definition.replace('"Regex"', `"${key}"`));
     expect(() => codec.encode(SLOW, false), key).toThrow(/^the text took more than 1 s/);
     expect(codec.encode("aab", false)).toEqual([0, 0, 1]);
   }

@@ -1,8 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { InputError, ModelFileError } from "../../src/base/errors.js";
 import { Detokenizer } from "../../src/preprocess/detokenizer.js";
-import { TextReader } from "../../src/preprocess/textReader.js";
-import { Codec } from "../../src/preprocess/tokenizer.js";
+import { TextCode } from "../../src/preprocess/textCode.js";
 import { errorOf, Golden } from "../golden/golden.js";
 
 interface Case {
@@ -18,8 +17,7 @@ interface Case {
 const golden = new Golden<Case>("preprocess/text_codecs.py");
 
 describe.each(golden.cases)("$name", ({ definition, size, encoded, read, pairs, decoded }) => {
-  const codec = new Codec(definition);
-  const reader = new TextReader(definition);
+  const { codec, reader } = new TextCode(definition);
 
   test("its size", () => {
     expect([codec.size, reader.size]).toEqual([size, size]);
@@ -67,25 +65,27 @@ describe.each(golden.cases)("$name", ({ definition, size, encoded, read, pairs, 
 
 test("tokenizers that cannot be read", () => {
   for (const definition of ["", "{}", '{"model": {}}', "[]", "null"]) {
-    const error = errorOf(() => new Codec(definition));
+    const error = errorOf(() => new TextCode(definition));
     expect(error).toBeInstanceOf(ModelFileError);
     expect(error.message).toContain("the file's tokenizer cannot be read");
   }
   const step = { type: "Replace", pattern: { String: "a" }, content: "aaaaaaaaaa" };
   const json = JSON.parse(golden.cases[0].definition) as Record<string, unknown>;
   json["normalizer"] = { type: "Sequence", normalizers: Array(9).fill(step) };
-  expect(errorOf(() => new Codec(JSON.stringify(json))).message).toContain("more than 1024 times as long (normalizer)");
+  expect(errorOf(() => new TextCode(JSON.stringify(json))).message).toContain(
+    "more than 1024 times as long (normalizer)",
+  );
 });
 
 test("a tokenizer that splits as this runtime cannot is refused", () => {
   const json = JSON.parse(golden.cases[0].definition) as Record<string, unknown>;
   json["pre_tokenizer"] = { type: "Split", pattern: { String: "-" }, behavior: "MergedWithNext", invert: false };
-  const error = errorOf(() => new Codec(JSON.stringify(json)));
+  const error = errorOf(() => new TextCode(JSON.stringify(json)));
   expect(error).toBeInstanceOf(ModelFileError);
   expect(error.message).toContain("(MergedWithNext) that the JavaScript runtime does not have");
 });
 
 test("half a character is no text", () => {
-  const codec = new Codec(golden.cases[0].definition);
+  const { codec } = new TextCode(golden.cases[0].definition);
   expect(errorOf(() => codec.encode("a\ud83d", true)).message).toContain("(character 2), which is half of a character");
 });

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from tformer_export import Quantization, export
 from tformer_export.lowering.webgpu_operators import CONTRIB, STANDARD
 from tformer_models.language_model import LanguageModel
 from tformer_models.seq2seq import Seq2SeqTransformer
-from tformer_runtime import Model, ModelFileError, OptionError, UnsupportedModelError
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime import Model, OptionError, UnsupportedModelError
 from tformer_runtime.format.model_file import read_manifest
 
 IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -229,21 +227,3 @@ def test_other_models_and_options_are_refused(tmp_path):
     with pytest.raises(OptionError, match="read floats, without static activation scales"):
         export(module, path, {"ids": IDS}, "ids", target="web", quantization=static)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("target", "precision", "devices"),
-    [
-        ("cpu", "fp32", ("cpu", "wasm")),
-        ("cuda", "fp32", ("cuda", "cpu")),
-        ("cuda", "fp16", ("cuda",)),
-        ("portable", "fp32", ("cpu", "cuda", "wasm")),
-    ],
-)
-def test_manifest_of_an_earlier_version_is_read(target, precision, devices):
-    written = json.loads(Manifest("t", 5, None, None, target=target, precision=precision).to_json())
-    del written["devices"]
-    manifest = Manifest.from_json(json.dumps({**written, "version": 8}))
-    assert (manifest.devices, manifest.version) == (devices, 9)
-    with pytest.raises(ModelFileError, match="missing field `devices`"):
-        Manifest.from_json(json.dumps({**written, "version": 9}))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.servers import write_chat_model
 from support.toy_models import END_ID, Toy, assert_alike, write_encoder
 
 from tformer_runtime import (
@@ -751,3 +752,26 @@ def test_invalid_options_and_single_pass_models_are_refused(toy, tmp_path):
                     await call
 
     asyncio.run(run())
+
+
+def test_prompt_equals_that_of_the_model_and_leaves_the_loop_free(tmp_path, monkeypatch):
+    model = Model.load(write_chat_model(tmp_path / "chat.onnx"), "cpu", threads=1)
+    talk = [{"role": "user", "content": "hello"}]
+    expected = model.prompt(talk, "be brief")
+    original, loop_ran = Model.prompt, threading.Event()
+
+    def waits_for_the_loop(self, *arguments):
+        assert loop_ran.wait(60), "the event loop stands still while a template is filled in"
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Model, "prompt", waits_for_the_loop)
+
+    async def main():
+        async with AsyncModel(model) as shared:
+            asyncio.get_running_loop().call_soon(loop_ran.set)
+            prompt = await shared.prompt(talk, "be brief")
+            with pytest.raises(InputError):
+                await shared.prompt([{"role": "user"}])
+            return prompt
+
+    np.testing.assert_array_equal(asyncio.run(main()), expected)

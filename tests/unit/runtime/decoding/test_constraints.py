@@ -363,6 +363,77 @@ def test_generated_text_matches_the_json_schema(make, seed):
     assert m.grammar("json_schema", json.dumps(SCHEMA, ensure_ascii=False)) is m.grammar("json_schema", SCHEMA)
 
 
+@pytest.mark.parametrize(
+    ("schema", "integers"),
+    [
+        ({"const": 2**62}, {2**62}),
+        ({"enum": [-(2**60), 2**63 - 1]}, {-(2**60), 2**63 - 1}),
+        ({"type": "integer", "minimum": 2**53 - 2, "maximum": 2**53}, {2**53 - 2, 2**53 - 1, 2**53}),
+        ({"type": "integer", "minimum": 2**62, "maximum": 2**62 + 1024}, set(range(2**62, 2**62 + 1025))),
+        ({"type": "integer", "minimum": 2**62, "maximum": 2**64 - 1}, range(2**62, 2**64)),
+        ({"properties": {"minimum": {"const": 7}, "default": {"const": 7}}, "default": 2**53 + 1}, None),
+    ],
+)
+@given(seed=seeds)
+@settings(max_examples=10)
+def test_integers_of_a_schema_are_generated_exactly(schema, integers, seed):
+    m = model(byte_level)
+    value = json.loads(m.decode(m.walk(m.grammar("json_schema", schema).start(), seed)))
+    assert integers is None or value in integers
+
+
+BIG = 2**53 + 1  # float64 has no such number
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": BIG},
+        {"enum": ["a", 1234567890123456789]},
+        {"const": {"ids": [1, {"a": BIG}]}},
+        {"const": -(2**63)},  # llguidance overflows its stack
+        {"type": "integer", "const": -(2.0**63)},
+        {"type": "integer", "minimum": -(2**64), "maximum": -(2**63)},
+        {"type": "integer", "minimum": 10**20, "maximum": 10**20 + 3},
+        {"type": "integer", "minimum": BIG, "maximum": BIG},
+        {"type": "integer", "exclusiveMaximum": 2**63 - 1},
+        {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer", "exclusiveMinimum": BIG}]}},
+        {"$defs": {"enum": {"const": BIG}}, "type": "array", "items": {"$ref": "#/$defs/enum"}},
+        {"const": 10**400},
+    ],
+)
+def test_number_that_would_be_rounded_is_refused(schema):
+    with pytest.raises(OptionError, match="cannot be kept exactly"):
+        model(byte_level).grammar("json_schema", schema)
+    with pytest.raises(OptionError, match="cannot be kept exactly"):
+        model(byte_level).grammar("grammar", f'start: "a" | %json {json.dumps(schema)}')
+
+
+def test_schema_of_a_grammar_that_is_not_json_is_told():
+    with pytest.raises(OptionError, match="grammar cannot be used"):
+        model(byte_level).grammar("grammar", "start: %json {")
+    with pytest.raises(OptionError, match="nested too deeply"):
+        model(byte_level).grammar("grammar", "start: %json " + '{"not":' * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "texts"),
+    [
+        (None, ["{}", "{ }", "{\n}", "{\n  }"]),
+        ({"key_separator": ":"}, ["{}", "{ }", "{\n}", "{\n  }"]),
+        ({"whitespace_flexible": False}, ["{}"]),
+        ({"whitespace_pattern": " {0,2}"}, ["{}", "{ }", "{  }"]),
+    ],
+)
+def test_white_space_of_a_schema_is_bounded(guidance, texts):
+    schema = {"type": "object", "additionalProperties": False, **({"x-guidance": guidance} if guidance else {})}
+    m = model(byte_level)
+    grammar = m.grammar("json_schema", schema)
+    for text in ["{}", "{ }", "{  }", "{\n}", "{\n  }", "{\n\n}", "{" + " " * 40 + "}", "{\n" + " " * 40 + "}"]:
+        ids = [id for character in text for id in m.tokenizer.encode(character, add_special_tokens=False).ids]
+        assert m.takes(grammar, ids) == (text in texts), text
+
+
 SUMS = """
 start: sum
 sum: product (("+" | "-") product)*
@@ -452,6 +523,7 @@ def test_threads_share_one_grammar():
         ("json_schema", '{"type": ', "not JSON: .*line 1 column"),
         ("json_schema", {"type": "foo"}, "foo"),
         ("json_schema", {"type": "string", "not": {"minLength": 3}}, "not"),
+        ("json_schema", {"oneOf": [{"type": "object"}, {}]}, "Use anyOf"),
         ("json_schema", {"a": {1, 2}}, "not JSON"),
         ("choices", [], "at least one"),
         ("choices", "abc", "a list of strings"),

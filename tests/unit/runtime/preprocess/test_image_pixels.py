@@ -142,7 +142,7 @@ def test_pillow_that_fails_on_import_raises_missing_extra_error(monkeypatch, tmp
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "PIL"]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(MissingExtraError, match=r"cannot be loaded \(libjpeg.so.62: cannot open\): install it anew"):
+    with pytest.raises(MissingExtraError, match=r"cannot be loaded \(libjpeg.so.62: cannot open\): install it again"):
         ImagePreprocessor().pixels("photo.jpg")
 
 

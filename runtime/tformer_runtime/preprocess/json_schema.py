@@ -1,0 +1,100 @@
+"""The parts of a JSON schema that a constraint reads itself: numbers, literal strings and white space."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tformer_runtime.base.errors import OptionError
+
+WHITE_SPACE = r"( |\n {0,32})?"  # between the tokens of JSON: without a limit a model may write white space alone
+_DATA = ("enum", "const", "required", "default", "examples")  # hold values, not schemas
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas with names
+_MAXIMA = ("maximum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "exclusiveMinimum", *_MAXIMA, "multipleOf")
+
+
+def with_white_space(schema: Any) -> Any:
+    """Return a schema that bounds the white space of its texts, unless its "x-guidance" says something of it."""
+    if not isinstance(schema, Mapping):  # true and false are schemas
+        return schema
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, Mapping) or {"whitespace_flexible", "whitespace_pattern"} & set(guidance):
+        return schema
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE, **guidance}}
+
+
+def check_numbers(schema: Any, kind: str) -> None:
+    """Check that llguidance keeps the numbers that a schema demands or compares with.
+
+    It reads them as float64, and casts those of integers to int64. It does not end for an integer of −2⁶³ or less.
+    kind: the name of the constraint in the message. Raises OptionError for a number that would be changed.
+    """
+    for key, value in _keywords(schema):
+        numbers = _numbers(value) if key in ("enum", "const") else [value] if key in _BOUNDS else []
+        for number in numbers:
+            if not _is_kept(key, number):
+                raise OptionError(
+                    f"the {kind} has {json.dumps(number)[:40]} as its {key}, which cannot be kept exactly: integers "
+                    "are read as float64 and have at most 63 bits; use another bound, a string, or a regex",
+                    option=kind,
+                )
+
+
+def _is_kept(key: str, number: Any) -> bool:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return True
+    if number >= 1 << 63:  # as a maximum it allows all integers of 63 bits
+        return key in _MAXIMA
+    if number == (1 << 63) - 1:  # float64 has 2⁶³, which the cast makes this number
+        return key != "exclusiveMaximum"
+    return number > -(1 << 63) and float(number) == number
+
+
+def literal_strings(schema: Any) -> list[str]:
+    """Return the strings that a text of a schema may have to hold."""
+    strings = []
+    for key, value in _keywords(schema):
+        if key in ("enum", "const", "required"):
+            strings.append(json.dumps(value, ensure_ascii=False))
+        elif key == "properties" and isinstance(value, dict):
+            strings += value
+    return strings
+
+
+def schemas_in_grammar(grammar: str) -> Iterator[Any]:
+    """Yield the schemas after `%json` in a grammar in Lark's notation. llguidance refuses a text that is not JSON."""
+    for place in grammar.split("%json")[1:]:
+        try:
+            yield json.JSONDecoder().raw_decode(place.lstrip())[0]
+        except ValueError:
+            continue
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the keywords of a schema and of the schemas within it, with their values."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += reversed(part)
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                yield key, value
+            for key, value in reversed(part.items()):
+                if key in _BY_NAME and isinstance(value, dict):
+                    pending += reversed(value.values())
+                elif key not in _DATA:
+                    pending.append(value)
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """Yield the values within a value of JSON that are no list and no object."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, (list, dict)):
+            pending += part.values() if isinstance(part, dict) else part
+        else:
+            yield part

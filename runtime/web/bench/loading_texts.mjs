@@ -1,0 +1,1 @@
+export const TEXT = "The model is loaded when this text has a vector.";
