@@ -172,8 +172,9 @@ def export(
         size=result.size,
         parity=result.parity,
         counts=result.counts,
+        weight_bits=dict(result.manifest.weight_bits),
         unrecognised=result.unrecognised,
-        max_length_line=result.max_length_line,
+        max_length_cause=result.max_length_cause,
         input_limits={
             spec.name: spec.max_length
             for spec in (result.manifest.encode.inputs if result.manifest.encode else ())
@@ -183,6 +184,7 @@ def export(
         mixture=result.mixture,
         optimized_for=result.manifest.optimized_for,
         products=result.products,
+        calibration=result.calibration,
         tuning=result.tuning,
         seconds=clock.seconds,
         peak_memory=peak_memory(),

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 from msgspec import structs
 
-from tformer_export.calibration.samples import check_lines, check_text_file
+from tformer_export.calibration.samples import CalibrationLines, check_lines, check_text_file
 from tformer_export.calibration.series_windows import read_values
 from tformer_export.common.atomic_output import folder_next_to, publish
 from tformer_export.common.clock import PhaseClock
@@ -24,9 +24,10 @@ from tformer_export.common.onnx_writer import save
 from tformer_export.compile import AnalysedModel, CompiledModel, analyse
 from tformer_export.lowering.manifest import with_half_precision
 from tformer_export.options import ExportOptions, no_encoder
-from tformer_export.passes import emulate_half_on_cpu
-from tformer_export.passes.half_precision import HALVES
-from tformer_export.passes.half_precision import run as run_half
+from tformer_export.passes.half import emulate_half_on_cpu
+from tformer_export.passes.half.half_precision import HALVES
+from tformer_export.passes.half.half_precision import run as run_half
+from tformer_export.passes.weight_bits import count_weights
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.quantize.apply import QuantizedResult, check_quantizable, quantize_within_budget
 from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
@@ -36,6 +37,7 @@ from tformer_export.verify.end_to_end import check_raw
 from tformer_export.verify.golden.record import golden_bytes, make_golden
 from tformer_export.verify.parity import MAX_TOLERANCE, ROUNDINGS, ParityGate
 from tformer_export.verify.report import TOLERANCE, ParityReport
+from tformer_runtime.backend.native_kernels import wanted_kernels
 from tformer_runtime.backend.session import find_missing_cuda
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.base.whole_files import replaced_file
@@ -50,12 +52,13 @@ class BuildResult:
     manifest: Manifest
     counts: dict[str, int]
     unrecognised: tuple[str, ...]
-    max_length_line: str
+    max_length_cause: str
     parity: ParityReport
     size: int
     degradation: Degradation | OutputDegradation | None
     mixture: Mixture | None
     products: dict[str, Product]
+    calibration: CalibrationLines | None
     tuning: Tuning | None
     shortlist: ShortlistMeasurement | None
 
@@ -95,17 +98,20 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         if options.shortlist is not None:
             with clock.phase("shortlist"):
                 manifest, measured = add_shortlist(model, manifest, gate, Path(options.shortlist), folder)
+        bits = {str(bits): count for bits, count in count_weights(model).items()}
+        manifest = structs.replace(manifest, weight_bits=bits)
         size = _write(model, manifest, folder / "done" / out.name, out, options, clock)
     return BuildResult(
         manifest,
         quantized.compiled.counts,
         quantized.compiled.unrecognised,
-        quantized.compiled.max_length_line,
+        quantized.compiled.max_length_cause,
         parity,
         size,
         quantized.degradation,
         quantized.mixture,
         quantized.products,
+        quantized.calibration,
         tuning,
         measured,
     )
@@ -162,7 +168,8 @@ def _compile(
 
 
 def _check_files(source: Source, options: ExportOptions) -> None:
-    """Raise OptionError for files of data that hold too little to use, before the model is traced."""
+    """Raise OptionError for files of data that hold too little to use, and TFORMER_KERNELS, before it is traced."""
+    wanted_kernels()
     if options.quantization.calibration is not None and source.series is None:
         check_text_file(Path(options.quantization.calibration), "--calibration")
     if options.shortlist is not None:
@@ -252,5 +259,6 @@ def _with_parity(
     measured = parity.to_dict()
     if degradation is not None:
         measured["quantized"] = asdict(degradation)
-        del measured["quantized"]["speed"]  # a time would make every export of a model another file
+        for name in ("speed", "kernels"):  # facts of this machine would make every export of a model another file
+            del measured["quantized"][name]
     return structs.replace(manifest, parity=measured)

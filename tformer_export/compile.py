@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import onnx_ir as ir
+from msgspec import structs
 from torch.fx import Node
 
 from tformer_export.analysis.attention import fill_unseeing
@@ -70,7 +71,7 @@ from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
 from tformer_export.staging.restriction import RestrictionSolver
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import Table, is_causal_alone, make_tables
+from tformer_export.staging.tables import DEFAULT_LENGTH, Table, is_causal_alone, make_tables
 from tformer_export.trace_source import CapturedModel, capture_model
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format.manifest import Manifest
@@ -158,7 +159,7 @@ class CompiledModel:
 
     counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
     unrecognised: see `Recognition.others`.
-    max_length_line: the user's line that allows no longer sequence; "" if it is unknown, or if a table ends there.
+    max_length_cause: why no sequence is longer, such as the user's line that allows none; "" for a single-pass model.
     """
 
     model: ir.Model
@@ -169,7 +170,7 @@ class CompiledModel:
     gives_last: bool = False
     series: SeriesPreprocessor | None = None
     unrecognised: tuple[str, ...] = ()
-    max_length_line: str = ""
+    max_length_cause: str = ""
 
 
 def analyse(
@@ -395,7 +396,8 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     """Join both stages into one model, run the passes of these kernel forms, and describe it in a manifest."""
     staged, series = lowered.staged, analysed.series
     model = assemble(*(stage and stage.clone() for stage in lowered.models))
-    passes = run_passes(model, staged.max_length, forms, analysed.target, analysed.source.packed_weights)
+    source = analysed.source
+    passes = run_passes(model, staged.max_length, forms, analysed.target, source.packed_weights, analysed.half)
     target.check(model)
     manifest = describe(
         analysed.source,
@@ -411,8 +413,8 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
     extras = (*analysed.extras[0], *analysed.extras[1])
     locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
     counts = {"attentions": analysed.recognition.count, **lowered.counts, **passes}
-    graph = analysed.graph
-    is_limit = graph.time is not None and manifest.max_length == graph.time_limit
+    cause, line = _length_cause(analysed, staged.max_length)
+    manifest = structs.replace(manifest, max_length_cause=cause)  # a line has a path of this machine
     return CompiledModel(
         model,
         manifest,
@@ -422,5 +424,20 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.gives_last,
         series,
         analysed.recognition.others,
-        graph.limit_lines.get(graph.time, "") if is_limit else "",
+        f"limited by {line}" if line else cause,
     )
+
+
+def _length_cause(analysed: AnalysedModel, max_length: int) -> tuple[str, str]:
+    """Return why no sequence is longer than the maximum length, and the user's line that allows none, or ""."""
+    graph, stated = analysed.graph, analysed.source.max_length
+    if not max_length:
+        return "", ""
+    if graph.time is not None and max_length == graph.time_limit:
+        return "the model's code allows no more", graph.limit_lines.get(graph.time, "")
+    if analysed.max_length is not None:
+        return "as asked (--max-length)", ""
+    if max_length == (stated or DEFAULT_LENGTH):
+        default = "the default for a model that states no limit: --max-length takes more"
+        return ("as the model states" if stated else default), ""
+    return "the model's position tables end there", ""

@@ -10,12 +10,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tformer_export.calibration.samples import CalibrationLines
 from tformer_export.common.option_values import STATIC, THROUGHPUT
 from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
 from tformer_export.shortlist import ShortlistMeasurement
 from tformer_export.tune.tune import Tuning
 from tformer_export.verify.report import ParityReport
 from tformer_runtime.base.whole_files import replaced_file
+from tformer_runtime.format.info import weight_bits_text
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.tasks import generates
 
@@ -62,16 +64,19 @@ class ExportReport:
     max_length: the longest sequence; 0 for a single-pass model.
     parameters: the number of parameters of the model.
     size: bytes of the file, weights included.
+    weight_bits: bits → the number of weights that the file stores in so many bits.
     parity: the comparison with the source.
     counts: name → count of recognised parts. "static_scales" and "row_scales" count inputs of quantised products.
     unrecognised: each softmax over positions that was not recognised as that of an attention, with its line and the
         reason. It is computed operation by operation.
-    max_length_line: the line of the model that allows no longer sequence; "" if it is unknown, or a table ends there.
+    max_length_cause: why no sequence is longer, such as the line of the model that allows none; "" for a single-pass
+        model.
     input_limits: name → the most positions of an input that the file reads once, where there is a limit.
     degradation: the loss of quality against the unquantised file; None without quantisation.
     mixture: the chosen mixture of bits, and the measured ones; None unless the quantisation is mixed.
     optimized_for: the goal of the kernels of quantised products and of tuning; empty without either.
     products: the quantised products, by name.
+    calibration: the lines of `--calibration`; None without it, and for a series.
     tuning: the forms that were measured on this machine; None without tuning.
     seconds: name of a phase → its time.
     peak_memory: the peak resident memory of the process in bytes, the loaded model included.
@@ -93,13 +98,15 @@ class ExportReport:
     size: int
     parity: ParityReport
     counts: dict[str, int]
+    weight_bits: dict[str, int] = field(default_factory=dict)
     unrecognised: tuple[str, ...] = ()
-    max_length_line: str = ""
+    max_length_cause: str = ""
     input_limits: dict[str, int] = field(default_factory=dict)
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     optimized_for: str = ""
     products: dict[str, Product] = field(default_factory=dict)
+    calibration: CalibrationLines | None = None
     tuning: Tuning | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
@@ -137,11 +144,6 @@ class ExportReport:
         if self.counts.get("at_one_length"):
             return f"the whole model, for {self.max_length} positions in each step: a lower maximum length is faster"
         return f"{self.counts['recomputed']} parts of the model, for all positions so far in each step"
-
-    @property
-    def _max_length_text(self) -> str:
-        line = f", limited by {self.max_length_line}" if self.max_length_line else ""
-        return f"{self.max_length}{line}"
 
     @property
     def _precision_text(self) -> str:
@@ -182,13 +184,14 @@ class ExportReport:
             ("source", f"{self.source}, {self.parameters:,} parameters"),
             *([("adapters", ", ".join(self.adapters))] if self.adapters else []),
             ("file", ", ".join((self.path, f"{self.size / 1e6:.1f} MB", self.target, self._precision_text))),
+            *([("weights", weight_bits_text(self.weight_bits))] if self.weight_bits else []),
             ("cached", f"{self._cache_text} a step, {counts.get('context', 0)} a request")
             if self.max_length
             else ("decoding", self._single_pass_text),
             ("fused", f"{counts.get('attentions', 0)} attentions, {counts.get('fused', 0)} of them with their cache"),
             *[("not fused", text) for text in dict.fromkeys(self.unrecognised[:MAX_SHOWN])],
             *([("recomputed", self._recomputed_text)] if counts.get("recomputed") else []),
-            *([("maximum length", self._max_length_text)] if self.max_length else []),
+            *([("maximum length", f"{self.max_length}, {self.max_length_cause}")] if self.max_length else []),
             *[(f"at most, {name}", f"{limit} positions") for name, limit in self.input_limits.items()],
             *[("tokenizer", sentence) for sentence in self.tokenizer_gaps],
             ("parity", self._parity_text),
@@ -216,6 +219,8 @@ class ExportReport:
             )
         if self._lacks_few_rows_kernel:
             rows.append(("few rows", "no product of the decode stage has a kernel of its own for them"))
+        if self.calibration is not None:
+            rows.append(("calibration", str(self.calibration)))
         if self.degradation is not None:
             rows += self.degradation.rows()
         if self.mixture is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tformer_runtime.backend.binding import closed_error
-from tformer_runtime.backend.native_kernels import kernels_for
+from tformer_runtime.backend.native_kernels import kernels_for, reason_without_kernels
 from tformer_runtime.backend.session import Session
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, UnsupportedCallError, with_input_number
@@ -678,10 +678,12 @@ class Model:
         """Return facts about the file, the device and the kernels, as JSON values.
 
         kernels: such as "native kernels avx512vnni"; None if onnxruntime's operators compute all products.
+        no_kernels: the reason then, such as "switched off by TFORMER_KERNELS=0"; else None.
         """
         self.must_be_open()
         session = self.engine.session
-        return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
+        machine = {"kernels": session.kernels, "no_kernels": session.reason_without_kernels or None}
+        return {**file_info(session.path, self.manifest), "device": self.device, **machine}
 
     @cached_property
     def _file_options(self) -> GenerationOptions:
@@ -841,6 +843,9 @@ def machine_facts(manifest: Manifest) -> dict[str, Any]:
     """Return facts about how this machine would run a file on its CPU, as JSON values.
 
     kernels: the native kernels for its products; None if onnxruntime's operators compute them.
+    no_kernels: the reason then; else None.
     """
     kernels = kernels_for(manifest)
-    return {"kernels": kernels.description if kernels is not None else None}
+    if kernels is not None:
+        return {"kernels": kernels.description, "no_kernels": None}
+    return {"kernels": None, "no_kernels": reason_without_kernels(manifest)}

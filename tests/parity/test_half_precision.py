@@ -1,7 +1,7 @@
 """Files in half precision have errors like PyTorch in half precision, against the float32 source.
 
 Most tests run on the CPU. It runs float16 directly, and bfloat16 with casts around each operator, as the gate does
-(`passes/emulate_half_on_cpu.py`).
+(`passes/half/emulate_half_on_cpu.py`).
 """
 
 from __future__ import annotations

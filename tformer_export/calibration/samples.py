@@ -9,6 +9,12 @@ A line of `--calibration FILE` is one of
 - JSON, for a model without a tokenizer or with several inputs: a list of ids, or an object of the inputs' names, such
   as {"src": [5, 9], "tgt": [7]}, with the target under the name of the step input.
 
+A target needs no special tokens. The tokens that decoding starts from go before it and an end token after it, unless
+its ids have them already. If the model begins each of its own results with a special token that the targets lack, such
+as that of a language, the targets get it too (`_begin_tokens`).
+
+A line that is longer than the model's limit is cut.
+
 A single-pass model has no target. Its line is a text, or two texts with a tab between them, or the path of an
 image or a sound, relative to the working folder, or JSON of its inputs, which may be ids or numbers.
 """
@@ -24,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from tformer_export.verify.parity import LONG_SOURCE, ParityGate
 from tformer_export.verify.parity import MAX_CHECKED_LENGTH as LONGEST_PROMPT
@@ -45,6 +52,7 @@ NUMBERS_PER_POSITION = 512  # of an image or another input that does not hold id
 MAX_BATCH_SAMPLES = 16  # of one length
 RANDOM_REQUESTS, RANDOM_TOKENS = 64, 24  # without a file: requests, and tokens of each
 MAX_SAMPLE_TOKENS = 128  # decoded for a line without a target
+MAX_BEGIN_TOKENS = 4  # special tokens that a model puts before every result
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,13 @@ class Sample:
     request: name of a request input → its value without a batch axis.
     tokens: tokens of the step input, at most the maximum length; empty for a single-pass model.
     given_tokens: the number of tokens at the beginning that are given; the others are predicted.
+    is_cut: whether its line was longer than the model's limit.
     """
 
     request: Mapping[str, np.ndarray]
     tokens: np.ndarray
     given_tokens: int
+    is_cut: bool = False
 
     @property
     def positions(self) -> int:
@@ -85,6 +95,34 @@ class Samples:
     def fit_data(self) -> Sequence[Sample]:
         """The samples for fitting; those for measuring if there is no file."""
         return self.fitted or self.measured
+
+
+@dataclass(frozen=True)
+class CalibrationLines:
+    """The lines of a calibration file that were used.
+
+    count: their number.
+    cut: how many of them were longer than the model's limit and were cut.
+    begin_tokens: the special tokens that were put before each target.
+    """
+
+    count: int
+    cut: int
+    begin_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Samples, manifest: Manifest) -> CalibrationLines:
+        """Describe the lines of samples that were read for a model."""
+        lines, start = [*samples.fitted, *samples.measured], len(manifest.special_tokens.bos_token_ids)
+        begin: list[int] = []
+        for sample in [] if manifest.takes_prompt else lines:
+            begin = max(begin, sample.tokens[start : sample.given_tokens].tolist(), key=len)
+        return cls(len(lines), sum(sample.is_cut for sample in lines), tuple(begin))
+
+    def __str__(self) -> str:
+        cut = f", {self.cut} of them cut to the model's limit" if self.cut else ""
+        tokens = ", ".join(map(str, self.begin_tokens))
+        return f"{self.count} lines{cut}" + (f", targets begin with {tokens}, as the model's results" if tokens else "")
 
 
 def draw_samples(gate: ParityGate, engine: Engine) -> Samples:
@@ -246,25 +284,38 @@ class _Reader:
 
     def _sample(self, line: str) -> Sample:
         source, target = self._parsed(line)
-        request, tokens, start = self.inputs.generation_inputs(source)
+        request, tokens, start, is_cut = self._read(source)
         if self.manifest.encode is not None and not self.manifest.takes_prompt:
             padded_request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
         if self.step is None:
-            return single_pass_sample(request)
+            return replace(single_pass_sample(request), is_cut=is_cut)
         scored = max(start, 1)
         for placeholder in self.manifest.placeholders.values():  # the text after the last picture is predicted
             scored = max(scored, 1 + int(np.flatnonzero(tokens == placeholder.token_id).max(initial=-1)))
         if not self.manifest.takes_prompt:
             scored = len(tokens)
             if target is not None:
-                ids = self.inputs.ids(self.step, target, add_special_tokens=False)
-                tokens = np.concatenate([tokens, ids, self.manifest.special_tokens.eos_token_ids[:1]]).astype(np.int64)
+                tokens = np.concatenate([tokens, self._target(target, tokens)])
         max_length = self.manifest.max_length
-        if len(tokens) > max_length and not self.manifest.takes_prompt:
-            raise InputError(f"the target is {len(tokens)} tokens long and the model holds {max_length}")
         if scored >= max_length:
             raise InputError(f"its pictures take {scored} tokens and the model holds {max_length}")
-        return Sample(request, tokens[:max_length], scored)
+        return Sample(request, tokens[:max_length], scored, is_cut or len(tokens) > max_length)
+
+    def _read(self, source: Any) -> tuple[Mapping[str, np.ndarray], np.ndarray, int, bool]:
+        """Return the inputs of a source, cut if it is too long, as `generation_inputs` does, and whether it was cut."""
+        try:
+            return *self.inputs.generation_inputs(source), False
+        except InputError:  # raised again if the length is not the reason
+            return *self.inputs.generation_inputs(source, truncate=True), True
+
+    def _target(self, target: Any, start: np.ndarray) -> np.ndarray:
+        """Return the ids of a target, without the tokens that decoding starts from and with an end token."""
+        assert self.step is not None
+        ids = self.inputs.ids(self.step, target, add_special_tokens=False, truncate=True)
+        if len(start) < len(ids) and np.array_equal(ids[: len(start)], start):
+            ids = ids[len(start) :]
+        ends = self.manifest.special_tokens.eos_token_ids
+        return ids if ids[-1] in ends else np.concatenate([ids, np.array(ends[:1], np.int64)])
 
     def _parsed(self, line: str) -> tuple[Any, Any]:
         """Parse a line into source and target; the target is None if the line has none."""
@@ -294,18 +345,62 @@ class _Reader:
 
 def _complete_targets(samples: Iterator[Sample], engine: Engine) -> Iterator[Sample]:
     """Yield samples that have a position to predict. Missing targets are decoded in batches."""
-    model = Model(engine)
+    model, begin = Model(engine), None
     while some := list(islice(samples, RANDOM_REQUESTS)):
         missing = [sample for sample in some if _lacks_target(sample, engine)]
         results = model.generate_batch(
             [dict(sample.request) for sample in missing], num_beams=1, temperature=0.0, max_new_tokens=MAX_SAMPLE_TOKENS
         )
         targets = iter(np.array(result.token_ids, np.int64) for result in results)
+        given = [sample for sample in some if not (engine.manifest.takes_prompt or _lacks_target(sample, engine))]
+        if begin is None and len(given) >= MIN_LINES:
+            begin = _begin_tokens(given[:MAX_BATCH_SAMPLES], engine)
         for sample in some:
             if _lacks_target(sample, engine):
                 sample = replace(sample, tokens=np.concatenate([sample.tokens, next(targets)]))
+            elif begin:
+                sample = _with_begin_tokens(sample, begin, engine.manifest.max_length)
             if sample.positions > 0:
                 yield sample
+
+
+def _begin_tokens(given: Sequence[Sample], engine: Engine) -> list[int]:
+    """Return the special tokens with which the model begins the result of every source, and no target begins."""
+    requests = {name: [sample.request[name] for sample in given] for name in given[0].request}
+    generation, special = engine.manifest.generation_defaults, _special_ids(engine.manifest)
+    prompt, begin = given[0].tokens[: given[0].given_tokens], list[int]()
+    while len(begin) < MAX_BEGIN_TOKENS:
+        tokens = np.tile(np.concatenate([prompt, np.array(begin, np.int64)]), (len(given), 1))
+        best = set(engine.step(engine.start(requests, len(given)), tokens).argmax(-1).tolist())
+        if not begin and (forced := generation.get("forced_bos_token_id")) is not None:
+            best = {forced}
+        if len(best) > 1 or not best <= special:
+            break
+        if any(sample.tokens[len(prompt)] in best for sample in given):
+            break
+        begin += best
+    return begin
+
+
+def _special_ids(manifest: Manifest) -> set[int]:
+    """Return the ids of special tokens that may begin a target: neither its end nor padding."""
+    assert manifest.decode is not None
+    ids = set(manifest.special_tokens.bos_token_ids)
+    number = manifest.tokenizer_of.get(manifest.decode.step.name)
+    if number is not None:
+        added = Tokenizer.from_str(manifest.tokenizers[number]).get_added_tokens_decoder()
+        ids |= {token_id for token_id, token in added.items() if token.special}
+    if (forced := manifest.generation_defaults.get("forced_bos_token_id")) is not None:
+        ids.add(forced)
+    return ids - {*manifest.special_tokens.eos_token_ids, manifest.special_tokens.pad_token_id}
+
+
+def _with_begin_tokens(sample: Sample, begin: Sequence[int], max_length: int) -> Sample:
+    """Return a sample whose target begins with these tokens, which are given, unless it begins with them already."""
+    given, tokens = sample.given_tokens, sample.tokens
+    added = np.concatenate([tokens[:given], np.array(begin, np.int64), tokens[given:]])
+    is_cut = sample.is_cut or len(added) > max_length
+    return replace(sample, tokens=added[:max_length], given_tokens=given + len(begin), is_cut=is_cut)
 
 
 def _lacks_target(sample: Sample, engine: Engine) -> bool:

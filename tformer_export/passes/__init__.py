@@ -1,6 +1,6 @@
 """Rewrites of the ONNX model, one module each.
 
-`PASSES` lists the passes in their order, and `run_passes` runs them. `half_precision` and `emulate_half_on_cpu` are for
+`PASSES` lists the passes in their order, and `run_passes` runs them. The passes of `half` are for
 files in half precision only; `build.py` runs them after the others.
 """
 
@@ -39,6 +39,7 @@ from tformer_export.passes import (
     tie_embeddings,
     transposed_matmul,
     unflatten_products,
+    unstack_products,
 )
 
 
@@ -50,12 +51,14 @@ class PassSettings:
     forms: the kernel form of each choice.
     target: "cpu", "cuda", "web" or "portable".
     packed: name → a matrix that the source stores in 4-bit integers.
+    half: whether the file will compute in half precision.
     """
 
     max_length: int
     forms: KernelForms
     target: str
     packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ PASSES = (
     Pass("gelu", _without_settings(gelu.run), portable=True),
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
+    # For a GPU one product with a stack takes less time than many products. Files without half precision are quantised.
+    Pass(
+        "unstack_products", _without_settings(unstack_products.run), lambda settings: not settings.half, portable=True
+    ),
+    Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # After the passes before it: a Gelu, or a reshape to the same rows, may stand between two products. The next passes
     # find more products then.
     Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
@@ -139,12 +147,13 @@ def run_passes(
     forms: KernelForms = DEFAULT_FORMS,
     target: str = "cpu",
     packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+    half: bool = False,
 ) -> dict[str, int]:
     """Run the passes of a file in their order, and return how many places each of them changed, by its name.
 
     A pass that does not apply has 0. For the arguments see `PassSettings`.
     """
-    settings = PassSettings(max_length, forms, target, packed)
+    settings = PassSettings(max_length, forms, target, packed, half)
     counts: dict[str, int] = {}
     for one_pass in PASSES:
         counts[one_pass.name] = counts.get(one_pass.name, 0) + one_pass.run(model, settings)

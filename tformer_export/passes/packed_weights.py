@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant, is_float_weight, replace_node
 from tformer_export.common.packed_weights import PackedWeight
+from tformer_export.passes.weight_bits import describe
 from tformer_runtime.base.errors import UnsupportedModelError
 
 _CONTRIB = "com.microsoft"
@@ -74,8 +75,9 @@ def _replace(model: ir.Model, node: ir.Node, name: str, weight: PackedWeight) ->
     inner, columns = weight.integers.shape
     integers, scales, zeros = weight.operands()
     operands = [
-        constant(model, f"{name}.{part}", numbers)
-        for part, numbers in (("integers", integers), ("scales", scales), ("zeros", zeros))
+        describe(constant(model, f"{name}.integers", integers), 4, inner * columns),
+        describe(constant(model, f"{name}.scales", scales)),
+        constant(model, f"{name}.zeros", zeros),
     ]
     (rows, *_), nodes = node.inputs, []
     label = node.name or f"product of {node.outputs[0].name}"

@@ -8,7 +8,7 @@ activations_int8  inputs of products as integers, with a scale for each row or a
 fixed_ranges      static scales; smoothquant: outlier channels smoothed for them
 bit_plan          bits of each matrix; mixed_search: within a budget; frontier_plot: a picture of the measured mixtures
 simulate          try a plan without its kernels
-degradation       one file's results compared with another's, on data; token_quality, output_quality: the measures
+degradation       one file's results compared with another's, on data; token_quality, output_quality, speed: measures
 weight_storage    integers in the file, each matrix once
 rewrite           products and tables → integer operators; few_rows_branch: other kernels for few rows
 kv_cache_int8     keys and values of earlier positions in 8 bits

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from tformer_export.calibration.samples import draw_long_sample, draw_samples, read_samples
+from tformer_export.calibration.samples import CalibrationLines, draw_long_sample, draw_samples, read_samples
 from tformer_export.calibration.series_windows import read_windows
 from tformer_export.common.clock import PhaseClock
 from tformer_export.common.degradation_budget import DegradationBudget
@@ -51,6 +51,7 @@ class QuantizedResult:
     degradation: Degradation | OutputDegradation | None = None
     mixture: Mixture | None = None
     products: dict[str, Product] = field(default_factory=dict)
+    calibration: CalibrationLines | None = None
 
 
 def check_quantizable(compiled: CompiledModel, options: ExportOptions) -> None:
@@ -110,7 +111,10 @@ def quantize_within_budget(
             weights = options.quantization.weights != "none"
             advice = planner.suggest_mixture(budget) if weights else "leave the caches in float, or allow more"
         raise ParityError(f"quantisation {excess}; no file was written: {advice}")
-    return QuantizedResult(rewritten, degradation, plan.mixture, products)
+    lines = None
+    if options.quantization.calibration is not None and gate.series is None:
+        lines = CalibrationLines.of(planner.samples, manifest)
+    return QuantizedResult(rewritten, degradation, plan.mixture, products, lines)
 
 
 def _calibrate(

@@ -13,6 +13,7 @@ from tformer_export.calibration.samples import Sample
 from tformer_export.common.degradation_budget import DegradationBudget
 from tformer_export.common.paired_timing import times_as_fast
 from tformer_export.quantize.output_quality import OutputDegradation, ReferenceOutputs
+from tformer_export.quantize.speed import measured_as_run, speed_text
 from tformer_export.quantize.token_quality import ReferenceDistribution
 from tformer_export.verify.forecasts import forecast_difference
 from tformer_export.verify.parity import ParityGate
@@ -31,9 +32,10 @@ class Degradation:
 
     token_agreement: share of positions with the same best token.
     perplexity, perplexity_before: exp of the mean negative log-likelihood of the tokens of the data.
-    speed: how many times as fast a step of one row is.
+    speed: how many times as fast a step of one row is, with `kernels`.
     row_difference: the largest difference of a row alone from the same row in a batch, over the range of the logits.
     positions: the number of predicted tokens.
+    kernels: those with which the quantised file runs on this machine, in words.
     """
 
     token_agreement: float
@@ -42,6 +44,7 @@ class Degradation:
     speed: float
     row_difference: float
     positions: int = 0
+    kernels: str = ""
 
     def beyond(self, budget: DegradationBudget) -> str | None:
         """Return how a budget is exceeded, as the middle of a sentence; None if it is not."""
@@ -51,7 +54,7 @@ class Degradation:
         return [
             ("quantised", f"{self.token_agreement:.1%} of {self.positions} tokens agree with the unquantised file"),
             ("perplexity", f"{self.perplexity_before:.4f} → {self.perplexity:.4f}"),
-            ("speed", f"{self.speed:.1f} × the unquantised file, one row{'' if self.speed >= 1 else ': slower'}"),
+            ("speed", speed_text(self.speed, self.kernels)),
             *([("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch")] * self._varies),
         ]
 
@@ -80,13 +83,15 @@ def measure(
     prompts = tuple(len(s) for s in starts)
     drawn = [Sample(request, tokens, n) for request, tokens, n in zip(requests, sequences, prompts, strict=True)]
     quality = ReferenceDistribution(before, samples or drawn).quality(after)
+    speed, kernels = measured_as_run(before, after, partial(_speed, gate))
     return Degradation(
         token_agreement=quality.token_agreement,
         perplexity=quality.perplexity,
         perplexity_before=quality.perplexity_before,
-        speed=_speed(gate, before, after),
+        speed=speed,
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
         positions=quality.positions,
+        kernels=kernels,
     )
 
 
@@ -101,11 +106,13 @@ def measure_series(
     requests = gate.draw_requests(lengths)
     sequences = [gate.draw_sequence(min(COMPARED_TOKENS, before.manifest.max_length)) for _ in lengths]
     prompts = (1,) * COMPARED_ROWS
+    speed, kernels = measured_as_run(before, after, partial(_speed, gate))
     return OutputDegradation(
         quality=reference.quality(after),
-        speed=_speed(gate, before, after),
+        speed=speed,
         row_difference=_row_difference(before, after, requests, sequences, prompts, exact),
         forecast=forecast_difference(gate, before, after),
+        kernels=kernels,
     )
 
 

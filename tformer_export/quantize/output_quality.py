@@ -27,6 +27,7 @@ import numpy as np
 from tformer_export.calibration.samples import Sample, group_by_length
 from tformer_export.common.degradation_budget import CLASSES, COSINE, DegradationBudget, QualityUnit
 from tformer_export.common.paired_timing import times_as_fast
+from tformer_export.quantize.speed import measured_as_run, speed_text
 from tformer_export.quantize.token_quality import predictions
 from tformer_export.sources.task_names import ANSWERS
 from tformer_export.verify.parity import ParityGate
@@ -205,15 +206,17 @@ class OutputDegradation:
     """The loss and the gain of quantisation, for a single-pass model or a forecaster.
 
     quality: on the samples.
-    speed: how many times as fast one row is.
+    speed: how many times as fast one row is, with `kernels`.
     row_difference: the largest difference of a row alone from the same row in a batch, over the range of the outputs.
     forecast: for a series, the root mean square difference of whole forecasts, over their deviation.
+    kernels: those with which the quantised file runs on this machine, in words.
     """
 
     quality: OutputQuality
     speed: float
     row_difference: float
     forecast: float | None = None
+    kernels: str = ""
 
     def beyond(self, budget: DegradationBudget) -> str | None:
         return self.quality.beyond(budget)
@@ -229,7 +232,7 @@ class OutputDegradation:
             rows.insert(0, ("quantised", f"{quality.agreement:.2%} of {quality.positions} {unit} keep their class"))
         if self.forecast is not None:
             rows.append(("forecasts", f"{self.forecast:.2%} of their deviation from the unquantised file's"))
-        rows.append(("speed", f"{self.speed:.1f} × the unquantised file, one row{': slower' * (self.speed < 1)}"))
+        rows.append(("speed", speed_text(self.speed, self.kernels)))
         if self.row_difference > TOLERANCE:
             rows.append(("a row alone", f"{self.row_difference:.1e} of the range from the same in a batch"))
         return rows
@@ -241,10 +244,12 @@ def measure_outputs(gate: ParityGate, before: Engine, after: Engine, reference: 
     Raises ParityError if a row's result depends on its neighbours by more than the rounding of float32 explains.
     """
     request = _middle(reference.samples)
+    speed, kernels = measured_as_run(before, after, partial(_speed, request))
     return OutputDegradation(
         quality=reference.quality(after),
-        speed=_speed(before, after, request),
+        speed=speed,
         row_difference=_row_difference(gate, before, after),
+        kernels=kernels,
     )
 
 
@@ -311,7 +316,7 @@ def _middle(samples: Sequence[Sample]) -> Mapping[str, Array]:
     return sorted(samples, key=lambda sample: sample.positions)[len(samples) // 2].request
 
 
-def _speed(before: Engine, after: Engine, request: Mapping[str, Array]) -> float:
+def _speed(request: Mapping[str, Array], before: Engine, after: Engine) -> float:
     """Return how many times as fast as before one row is."""
 
     def seconds(engine: Engine) -> float:

@@ -1,4 +1,4 @@
-"""Replace matrix products with constant weights by integer ones, and embedding tables by their integer form.
+"""Replace matrix products with constant weights by integer ones, and tables and stacks by their integer form.
 
 A product has one of two forms, which `--optimize-for` selects:
 
@@ -39,6 +39,7 @@ from tformer_export.quantize.weight_storage import StoredMatrix, WeightStore, di
 MIN_WEIGHT_VALUES = 1024  # smaller products gain nothing
 SMALL_BATCH_LIMIT = {8: 2, 6: 2, 4: 3}  # bits → number of new tokens up to which MatMulNBits is faster
 CONTRIB = "com.microsoft"
+SHAPING_OPERATORS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")  # between a lookup of matrices and a product
 ENCODE = "encode"  # the graph whose products have many rows
 FLOAT_ACTIVATIONS, INT8_ACTIVATIONS = 1, 4  # accuracy levels of MatMulNBits
 
@@ -70,7 +71,7 @@ class QuantizedParts:
     """The parts of a model that hold integers.
 
     products: name in the graph → product.
-    tables: the number of embeddings.
+    tables: the number of embeddings, and of lookups of matrices.
     static_scales, row_scales: how many inputs of products have a static scale, and how many a scale for each row.
     small_batch_limit: as in the manifest's decode stage.
     """
@@ -141,7 +142,7 @@ def quantize_weights(
         float_activations,
     )
     rewriter.parts.small_batch_limit = max(limits) if branches else None
-    for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table):
+    for rewrite in (rewriter.rewrite_product, rewriter.rewrite_table, rewriter.rewrite_chosen_matrices):
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
                 rewrite(graph, node)
@@ -272,6 +273,26 @@ class _QuantizationRewriter:
         number = nodes.add("Cast", rows, suffix="float", to=ir.DataType.FLOAT)
         scales = self.store.constant(f"{name}.row_scales", scale[:, None])
         nodes.add("Mul", number, nodes.add("Gather", scales, ids, suffix="scale"), suffix="scaled")
+        _replace(node, node, nodes.nodes)
+        if graph is not self.few_rows_graph:
+            self.parts.tables += 1
+
+    def rewrite_chosen_matrices(self, graph: ir.Graph, node: ir.Node) -> None:
+        """Store a stack in int8 of which products read the matrices that data chooses, such as those of experts.
+
+        Only the chosen matrices become floats in a step. WebGPU looks up floats alone.
+        """
+        if self.float_activations or not chooses_matrices(node):
+            return
+        stack, indices = node.inputs
+        assert stack is not None
+        assert indices is not None
+        assert stack.const_value is not None
+        name, nodes = str(stack.name), _Nodes(node.name or "matrices")
+        stored, scales = self.store.stack(name, stack.const_value.numpy())
+        chosen = nodes.add(node.op_type, stored, indices, suffix="chosen")
+        number = nodes.add("Cast", chosen, suffix="float", to=ir.DataType.FLOAT)
+        nodes.add("Mul", number, nodes.add(node.op_type, scales, indices, suffix="scale"), suffix="scaled")
         _replace(node, node, nodes.nodes)
         if graph is not self.few_rows_graph:
             self.parts.tables += 1
@@ -435,6 +456,32 @@ def embedding_table(node: ir.Node) -> ir.TensorProtocol | None:
         ids = above.inputs[0]
     of_tokens = ids is not None and ids.is_graph_input() and not (ids.name or "").startswith("decode.")
     return table if of_tokens else None
+
+
+def chooses_matrices(node: ir.Node) -> bool:
+    """Return whether a node looks up matrices of a constant float stack, by indices that data gives, for a product."""
+    if node.op_type not in ("Gather", "GatherND") or node.domain or any(a.as_int() for a in node.attributes.values()):
+        return False  # of another axis than the first, or for each row of the batch
+    stack, indices = node.inputs
+    tensor = stack.const_value if stack is not None else None
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 3 or tensor.size < MIN_WEIGHT_VALUES:
+        return False
+    if indices is None or indices.const_value is not None or (node.op_type == "GatherND" and not _is_new_axis(indices)):
+        return False
+    pending = [node.outputs[0]]
+    for value in pending:
+        for use in value.uses():
+            if use.node.op_type in ("MatMul", "Einsum"):
+                return True
+            pending += use.node.outputs if use.node.op_type in SHAPING_OPERATORS else ()
+    return False
+
+
+def _is_new_axis(indices: ir.Value) -> bool:
+    """Return whether the last axis of indices is one that Unsqueeze adds: GatherND then looks up as Gather does."""
+    above = indices.producer()
+    axes = above.inputs[1] if above is not None and above.op_type == "Unsqueeze" else None
+    return axes is not None and axes.const_value is not None and axes.const_value.numpy().tolist() == [-1]
 
 
 def _bias_of(node: ir.Node) -> tuple[ir.Value | None, ir.Node]:

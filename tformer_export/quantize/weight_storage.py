@@ -11,7 +11,8 @@ docs/design/quantization.md#storage-of-weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant
 from tformer_export.common.option_values import THROUGHPUT
+from tformer_export.passes.weight_bits import describe
 from tformer_export.quantize.rounding import round_nearest
 from tformer_runtime.format.weight_forms import tables_of_6_bits
 
@@ -83,8 +85,17 @@ class WeightStore:
         key = digest(matrix)
         if key not in self._tables:
             quantized, scale = self._int8(name, matrix.T)
-            self._tables[key] = self.constant(f"{name}.int8", np.ascontiguousarray(quantized.T)), scale
+            stored = self._weights(f"{name}.int8", np.ascontiguousarray(quantized.T), 8, matrix.shape)
+            self._tables[key] = stored, scale
         return self._tables[key]
+
+    def stack(self, name: str, stack: np.ndarray) -> tuple[ir.Value, ir.Value]:
+        """Return a stack of matrices (…, K, N) in int8, and the scales of the columns of each matrix, (…, 1, N)."""
+        *sizes, inner, columns = stack.shape
+        quantized, scale = round_nearest.per_column(np.moveaxis(stack, -2, 0).reshape(inner, -1))
+        integers = np.ascontiguousarray(np.moveaxis(quantized.reshape(inner, *sizes, columns), 0, -2))
+        stored = self._weights(f"{name}.int8", integers, 8, stack.shape)
+        return stored, self.constant(f"{name}.column_scales", scale.reshape(*sizes, 1, columns))
 
     def matrix(
         self, name: str, key: bytes, weight: Callable[[], np.ndarray], bits: int, is_packed: bool
@@ -122,7 +133,7 @@ class WeightStore:
         quantized, scale = self._int8(name, weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
-        stored = self.constant(f"{name}.int8", quantized)
+        stored = self._weights(f"{name}.int8", quantized, 8, weight.shape)
 
         def pack(home: ir.Graph) -> Packed:
             return self._pack(home, name, self._transpose(home, f"{name}.rows", stored), scale, block, inner)
@@ -136,7 +147,7 @@ class WeightStore:
         quantized, scale = self._int8(name, weight)
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
-        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 8, block))
+        stored = self._weights(f"{name}.packed", round_nearest.pack(quantized, 8, block), 8, weight.shape)
 
         def unpack(home: ir.Graph) -> ir.Value:
             flipped = self._derive(home, "BitwiseXor", [stored, self._uint8_middle()], f"{name}.flipped")
@@ -156,7 +167,7 @@ class WeightStore:
         inner, columns = weight.shape
         block = round_nearest.block_rows(inner)
         upper, lower = round_nearest.pack_6_bits(quantized)
-        planes = self.constant(f"{name}.upper", upper), self.constant(f"{name}.lower", lower)
+        planes = self._weights(f"{name}.upper", upper, 6, weight.shape), self.constant(f"{name}.lower", lower)
         upper_table, lower_table = tables_of_6_bits()
         tables = (
             self.constant("unpack.upper_plane", upper_table),
@@ -184,7 +195,7 @@ class WeightStore:
         quantized, numbers, scale = (
             self.integers[name] if name in self.integers else round_nearest.in_blocks(weight, blocks)
         )
-        stored = self.constant(f"{name}.packed", round_nearest.pack(quantized, 4, blocks.rows))
+        stored = self._weights(f"{name}.packed", round_nearest.pack(quantized, 4, blocks.rows), 4, weight.shape)
         codes = self.constant(f"{name}.codes", np.ascontiguousarray(numbers.T))  # (N, ⌈K / block⌉)
 
         def unpack(home: ir.Graph) -> ir.Value:
@@ -319,8 +330,12 @@ class WeightStore:
         return self._derived[home, name]
 
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        """Return the model's constant of this name, added at the first call."""
-        return constant(self.model, name, array)
+        """Return the model's constant of this name, added at the first call. It stands for no weights."""
+        return describe(constant(self.model, name, array))
+
+    def _weights(self, name: str, array: np.ndarray, bits: int, shape: Sequence[int]) -> ir.Value:
+        """Return a constant that stands for weights of this shape in these bits."""
+        return describe(constant(self.model, name, array), bits, math.prod(shape))
 
 
 def digest(matrix: np.ndarray) -> bytes:

@@ -49,6 +49,7 @@ class ShortlistMeasurement:
     common: the number of candidates of every request.
     each: the greatest number of candidates for a source id.
     speed: the speed of a step of one row over the speed with all ids.
+    cut: how many of the lines that it was learned from were longer than the model's limit and were cut.
     """
 
     lines: int
@@ -59,6 +60,7 @@ class ShortlistMeasurement:
     common: int
     each: int
     speed: float
+    cut: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         size = (
@@ -66,8 +68,10 @@ class ShortlistMeasurement:
         )
         equal = f"{self.equal:.2%} of {self.lines} lines decode as with all ids; of unseen ones about {self.unseen:.1%}"
         slower = "" if self.speed >= 1 else ": slower"
+        cut = [("", f"{self.cut} lines were cut to the model's limit")] if self.cut else []
         return [
             ("shortlist", size),
+            *cut,
             ("", equal),
             ("", f"{self.speed:.1f} × the speed of all ids, one row{slower}"),
         ]
@@ -113,7 +117,7 @@ def make_shortlist(engine: Engine, path: Path) -> tuple[Shortlist, ShortlistMeas
     counts = [len(shortlist.candidates(sample.request)) for sample in decoded]
     return shortlist, ShortlistMeasurement(
         len(decoded), equal, maker.unseen(common, each), float(np.mean(counts)), vocabulary,
-        len(shortlist.common), each, _speed(short_engine, decoded[0]),
+        len(shortlist.common), each, _speed(short_engine, decoded[0]), sum(sample.is_cut for sample in samples),
     )  # fmt: skip
 
 

@@ -7,13 +7,13 @@ docs/design/native-kernels.md.
 
 The environment variable TFORMER_KERNELS chooses: `0` for no kernels; the name of a path, which then computes all
 operators that the kernels know, if the processor has it; `products` to leave all but products to onnxruntime; `apart`
-to run each operator by itself, which has the same results. Several of them have commas between them.
+to run each operator by itself, which has the same results. Several of them have commas between them. Another value is
+an OptionError.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tformer_runtime.base.arrays import F32, Array, Ints
-from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.errors import MissingExtraError, OptionError
 from tformer_runtime.base.extras import import_onnxruntime
 from tformer_runtime.format.manifest import DecodeStage, Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
@@ -35,8 +35,6 @@ from tformer_runtime.rewriting.float_product import FloatProduct
 from tformer_runtime.rewriting.product_rewrite import PACKED_PRODUCT, replace_products
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct
 from tformer_runtime.rewriting.stored_weights import read_rows_of_6_bits
-
-logger = logging.getLogger("tformer")
 
 VARIABLE = "TFORMER_KERNELS"
 OFF, PRODUCTS_ALONE, APART = "0", "products", "apart"
@@ -294,13 +292,30 @@ def _contiguous(tensor: Tensor | None, files: WeightFiles) -> Array | None:
     return None if array is None else np.ascontiguousarray(array)
 
 
+def wanted_kernels() -> str:
+    """Return the value of TFORMER_KERNELS, "" if it is not set. Raise OptionError for a value with no meaning."""
+    wanted = os.environ.get(VARIABLE, "")
+    parts = [part for part in wanted.split(",") if part]
+    paths = [part for part in parts if part in BITS_OF_PATH]
+    if wanted == OFF or (all(part in (*BITS_OF_PATH, PRODUCTS_ALONE, APART) for part in parts) and len(paths) < 2):
+        return wanted
+    raise OptionError(
+        f"{VARIABLE} must be {OFF}, for no kernels, or one of {', '.join(BITS_OF_PATH)}, and with it or alone "
+        f"{PRODUCTS_ALONE} or {APART}, with commas between them, not {wanted!r}"
+    )
+
+
 def find_native_kernels(onnxruntime: Any) -> NativeKernels | None:
-    """Return the kernels for this processor; None if there are none, or if TFORMER_KERNELS is 0."""
-    return load_kernels(onnxruntime, os.environ.get(VARIABLE, ""))
+    """Return the kernels for this processor; None if there are none, or if TFORMER_KERNELS is 0.
+
+    Raise OptionError for another value of TFORMER_KERNELS than those that it can have.
+    """
+    return load_kernels(onnxruntime, wanted_kernels())
 
 
 def kernels_for(manifest: Manifest) -> NativeKernels | None:
     """Return the kernels that a file would run with on the CPU of this machine, without opening it."""
+    wanted_kernels()  # refused for a file without kernels too
     if manifest.target == "cuda":
         return None
     try:
@@ -313,51 +328,76 @@ def kernels_for(manifest: Manifest) -> NativeKernels | None:
     return kernels if bits is None or bits in kernels.bits else None
 
 
+def reason_without_kernels(manifest: Manifest, device: str = "cpu") -> str:
+    """Return why a file runs without native kernels, such as "switched off by TFORMER_KERNELS=0".
+
+    device: on which it runs.
+    """
+    if device == "cuda" or manifest.target == "cuda":
+        return "a file for CUDA has CUDA's operators"
+    try:
+        kernels = _find_kernels(import_onnxruntime(), wanted_kernels())
+    except MissingExtraError:
+        return "onnxruntime is not installed"
+    if isinstance(kernels, str):
+        return kernels
+    bits = BITS_OF_QUANTIZATION.get(manifest.quantization)
+    if bits is not None and bits not in kernels.bits:
+        return f"not measured to be faster for weights of {bits} bits on this processor ({kernels.path})"
+    return "the file has no product that they compute"
+
+
 @cache
 def load_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | None:
     """Return the kernels of a path; None if the library or the processor does not have it.
 
     wanted: as in TFORMER_KERNELS; empty for the path that is fastest here.
     """
-    loaded = _load_library() if wanted != OFF else None
-    if loaded is None:
-        return None
+    kernels = _find_kernels(onnxruntime, wanted)
+    return None if isinstance(kernels, str) else kernels
+
+
+def _find_kernels(onnxruntime: Any, wanted: str) -> NativeKernels | str:
+    """Return the kernels as `load_kernels` does, or the reason why there are none."""
+    if wanted == OFF:
+        return f"switched off by {VARIABLE}={OFF}"
+    loaded = _load_library()
+    if isinstance(loaded, str):
+        return loaded
     library, file = loaded
     try:
         onnxruntime.SessionOptions().register_custom_ops_library(os.fspath(file))
         if not library.tformer_kernels_registered():
-            logger.info("native kernels: this onnxruntime has another interface than %s expects", file)
-            return None
+            return f"this onnxruntime has another interface than {file} expects"
         places = _supported_paths(library)
     except Exception as error:  # damaged, for another system, or onnxruntime's errors, which have no common class
-        logger.info("native kernels: %s cannot be loaded: %s", file, error)
-        return None
+        return f"{file} cannot be loaded: {error}"
     parts = [part for part in wanted.split(",") if part]
     chosen = [part for part in parts if part not in (PRODUCTS_ALONE, APART)]
     path = chosen[0] if chosen else next(iter(places))
     bits = ALL_BITS if chosen else BITS_OF_PATH.get(path, ())
-    if path not in places or len(chosen) > 1 or not bits:
-        return None
+    if path not in places:
+        return f"this processor lacks {path}, which {VARIABLE} names: it has {', '.join(places)}"
+    if not bits:
+        return f"not measured to be faster on this processor ({path}); {VARIABLE}={path} switches them on"
     has_attention = PRODUCTS_ALONE not in parts and (bool(chosen) or path in ATTENTION_PATHS)
     attention_path = places[path] if has_attention else None
     return NativeKernels(library, file, path, bits, attention_path, APART not in parts, list(places))
 
 
 @cache
-def _load_library() -> tuple[ctypes.CDLL, Path] | None:
-    """Return the library and its file; None if there is none of this version."""
+def _load_library() -> tuple[ctypes.CDLL, Path] | str:
+    """Return the library and its file, or the reason why there is none of this version."""
     file = _library_file()
     if file is None:
-        return None
+        return "tformer-kernels is not installed (pip install 'tformer[fast]')"
     try:
         library = ctypes.CDLL(os.fspath(file))
         version = library.tformer_kernels_version()
     except (OSError, AttributeError) as error:  # damaged, or for another system
-        logger.info("native kernels: %s cannot be loaded: %s", file, error)
-        return None
+        return f"{file} cannot be loaded: {error}"
     if version != VERSION:
-        logger.info("native kernels: %s has another version than this runtime", file)
-        return None
+        return f"{file} has another version than this runtime: install both anew (pip install -U 'tformer[fast]')"
     return library, file
 
 
@@ -392,8 +432,8 @@ class NativeRanking:
 
 def find_native_ranking() -> NativeRanking | None:
     """Return the ranking of beams by the library; None without it, or if TFORMER_KERNELS is 0."""
-    loaded = _load_library() if os.environ.get(VARIABLE) != OFF else None
-    return None if loaded is None else NativeRanking(loaded[0])
+    loaded = _load_library() if wanted_kernels() != OFF else ""
+    return None if isinstance(loaded, str) else NativeRanking(loaded[0])
 
 
 def _supported_paths(library: ctypes.CDLL) -> dict[str, int]:

@@ -21,7 +21,13 @@ import numpy as np
 from tformer_runtime.backend import resident_pages
 from tformer_runtime.backend.binding import Binding, Bindings, closed_error
 from tformer_runtime.backend.forks import wait_before_forks
-from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, find_native_kernels
+from tformer_runtime.backend.native_kernels import (
+    LoadingProducts,
+    NativeKernels,
+    find_native_kernels,
+    reason_without_kernels,
+    wanted_kernels,
+)
 from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds, deadline_of, has_loops
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
@@ -100,6 +106,8 @@ class Session:
             file, and so runs it without them.
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
+        if native_kernels:
+            wanted_kernels()  # refused on every device
         self.path = path = named_path(path, ModelFileError, "the model file")
         metadata = read_metadata(path)
         self.manifest: Manifest = manifest_of(path, metadata)
@@ -151,6 +159,15 @@ class Session:
     def kernels(self) -> str | None:
         """The native kernels that a file runs with, in words; None if onnxruntime's operators compute everything."""
         return None if self._kernels is None else self._kernels.description
+
+    @property
+    def reason_without_kernels(self) -> str:
+        """Why onnxruntime's operators compute everything; "" if native kernels do."""
+        if self._kernels is not None:
+            return ""
+        if not self._may_use_kernels:
+            return "opened without them"
+        return reason_without_kernels(self.manifest, self.device)
 
     @property
     def keeps_buffers(self) -> bool:
@@ -358,6 +375,8 @@ class Session:
                 self._kernels = kernels if products.count or products.attentions else None
                 if products.count and not products.has_small_batch_form:
                     self.small_batch_limit = None
+            if self._kernels is None and logger.isEnabledFor(logging.INFO):
+                logger.info("native kernels: none: %s", self.reason_without_kernels)
             model, folder = stack.enter_context(with_derived_weights(model, folder, self._opening_threads))
             sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()

@@ -28,7 +28,7 @@ from tformer_runtime.cli.jobs import make_job
 from tformer_runtime.cli.options import Command, table_options, use_flag_names
 from tformer_runtime.cli.result_file import ResultFile
 from tformer_runtime.cli.resumed_model import ResumedModel
-from tformer_runtime.format.info import file_fingerprint, file_info, info_lines, verified_digest
+from tformer_runtime.format.info import file_fingerprint, file_info, info_lines, readable_info, verified_digest
 from tformer_runtime.format.model_file import read_manifest
 from tformer_runtime.model import Model, machine_facts
 from tformer_runtime.preprocess.inputs import Input
@@ -146,7 +146,7 @@ def main(
         if info:
             manifest = read_manifest(model)
             facts = {**file_info(model, manifest), **machine_facts(manifest)}
-            lines = info_lines({**facts, "kernels": facts["kernels"] or "none, onnxruntime's operators"})
+            lines = info_lines(readable_info(facts))
             click.echo(json.dumps(facts, ensure_ascii=False) if options.as_json else "\n".join(lines))
             return
         if tables.ray:

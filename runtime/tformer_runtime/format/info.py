@@ -13,6 +13,8 @@ from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
 from tformer_runtime.format.model_file import manifest_of, read_manifest, read_metadata, verify_file
 
+SMALLEST_SHARE = 0.001  # of weights, in texts: a share of a few weights is not written as none
+
 
 def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the facts as plain values, fit for JSON.
@@ -32,12 +34,14 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "stages": [name for name, stage in (("encode", m.encode), ("decode", m.decode)) if stage],
         "inputs": {i.name: f"{i.dtype} ({', '.join(map(str, i.shape))})" for i in inputs},
         "max_length": m.max_length or None,  # in tokens; images and audio have none
+        "max_length_cause": m.max_length_cause,
         "vocabulary": m.decode.logits.shape[-1] if m.decode and not m.decode.features else None,
         "caches": len(caches),
         "cache_bytes_per_token": sum(map(_fixed_bytes, slots)),
         "carry_bytes": sum(map(_fixed_bytes, carries)),
         "extra_outputs": [extra.name for extra in m.extras],
         "quantization": m.quantization,
+        "weight_bits": dict(m.weight_bits),
         "optimized_for": m.optimized_for,
         "kernel_forms": dict(m.kernel_forms),
         "adapters": list(m.adapters),
@@ -54,6 +58,16 @@ def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
         "source_digest": m.source_digest,
         "parity": dict(m.parity),
     }
+
+
+def weight_bits_text(counts: Mapping[str, int]) -> str:
+    """Return the share of the weights that has each number of bits, such as "96.0% 8 bits, 4.0% 32 bits"."""
+    total = max(1, sum(counts.values()))
+    return ", ".join(f"{_percent(counts[bits] / total)} {bits} bits" for bits in sorted(counts, key=int))
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= SMALLEST_SHARE else f"<{SMALLEST_SHARE:.1%}"
 
 
 def _fixed_bytes(cache: CacheSpec) -> int:
@@ -88,6 +102,18 @@ def verified_digest(path: Path) -> str:
             "again"
         )
     return digest
+
+
+def readable_info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of `file_info`, and of the machine, in words for `info_lines`."""
+    words = dict(info)
+    reason = words.pop("no_kernels", None)
+    if "kernels" in words:
+        words["kernels"] = words["kernels"] or f"none, onnxruntime's operators: {reason}"
+    cause = words.pop("max_length_cause")
+    words["max_length"] = f"{words['max_length']}, {cause}" if cause else words["max_length"]
+    words["weight_bits"] = weight_bits_text(words["weight_bits"])
+    return words
 
 
 def info_lines(info: Mapping[str, Any], indent: str = "", verbatim: bool = False) -> Iterator[str]:

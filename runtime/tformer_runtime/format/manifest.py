@@ -64,6 +64,8 @@ from tformer_runtime.base.errors import ModelFileError, OptionError
 from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
+Bits = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]?$")]  # a number of bits, as a key in JSON
+
 MANIFEST_KEY = "tformer.manifest"
 MANIFEST_VERSION = 10
 
@@ -359,8 +361,10 @@ class Manifest(Struct, frozen=True):
     adapters: the names of the adapters among which each request chooses; their numbers begin with 1.
     kernel_forms: computation → the form of it that was measured to be the fastest; empty in a file with the exporter's
         defaults.
-    parity, quantization, optimized_for, kernel_forms, producer: for people. The runtime shows them and does not
-        interpret them.
+    weight_bits: bits → the number of weights that the file stores in so many bits.
+    max_length_cause: why no sequence is longer, in words; empty for a single-pass model.
+    parity, quantization, weight_bits, max_length_cause, optimized_for, kernel_forms, producer: for people. The
+        runtime shows them and does not interpret them.
     """
 
     task: str
@@ -375,6 +379,8 @@ class Manifest(Struct, frozen=True):
     devices: tuple[Name, ...] = DEVICES_OF_TARGET["cpu"]
     precision: str = "fp32"
     quantization: str = "none"
+    max_length_cause: str = ""
+    weight_bits: Mapping[Bits, Index] = field(default_factory=dict)
     optimized_for: str = ""
     session: SessionSettings = SessionSettings()
     kernel_forms: Mapping[str, str] = field(default_factory=dict)

@@ -118,7 +118,7 @@ class Inputs:
         return [codec.token(i) if codec else str(i) for i in ids]
 
     def generation_inputs(
-        self, input: Input, starts_prompt: bool = True, ends_prompt: bool = True
+        self, input: Input, starts_prompt: bool = True, ends_prompt: bool = True, truncate: bool = False
     ) -> tuple[dict[str, Array], Ints, int]:
         """Return the arrays of the request inputs, the prompt ids, and how many of these are start tokens.
 
@@ -130,12 +130,13 @@ class Inputs:
             tokenizer puts before a text, go before it.
         ends_prompt: whether it is the end of the prompt: the special tokens that the tokenizer puts after a text
             follow.
+        truncate: cut a source that is too long, and a prompt to the characters that a tokenizer reads at once.
         """
         encode, start = self._manifest.encode, np.array(self._manifest.special_tokens.bos_token_ids, np.int64)
         if self._manifest.decode is None:
-            return self.single_pass_arrays(input), start, len(start)
+            return self.single_pass_arrays(input, truncate), start, len(start)
         if encode is not None and not self._manifest.takes_prompt:
-            return self._sources(encode.inputs, input), start, len(start)
+            return self._sources(encode.inputs, input, truncate), start, len(start)
         sources: dict[str, Array] = {}
         if self._prompt_items is not None:
             input, sources = self._prompt_items.read(input, self._step)
@@ -151,6 +152,7 @@ class Inputs:
             may_be_empty=len(start) > 0,
             starts_prompt=starts_prompt,
             ends_prompt=ends_prompt,
+            truncate=truncate,
         )
         if self._prompt_items is not None and starts_prompt:
             self._prompt_items.check(ids, sources)
@@ -177,6 +179,7 @@ class Inputs:
         may_be_empty: bool = False,
         starts_prompt: bool = True,
         ends_prompt: bool = True,
+        truncate: bool = False,
     ) -> Ints:
         """Return the ids of a text, or check a sequence of ids.
 
@@ -184,8 +187,10 @@ class Inputs:
         add_special_tokens: add the special tokens that the tokenizer puts around a text.
         may_be_empty: whether no ids are allowed.
         starts_prompt, ends_prompt: keep the special tokens before the text, and those after it.
+        truncate: cut a text to the characters that a tokenizer reads at once.
         """
         if isinstance(value, str):
+            value = value[: self._max_characters(name)] if truncate else value
             codec = self._codec(name)
             if codec is None:
                 raise InputError(f"the file has no tokenizer for {name}: give ids (--ids)")
@@ -343,9 +348,16 @@ class Inputs:
                 "have it cut with --truncate (truncate=True)"
             )
 
-    def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
+    def _sources(self, specs: Sequence[RequestInput], input: Input, truncate: bool) -> dict[str, Array]:
         values = self._by_name(specs, input)
-        return {spec.name: self._source(spec, values[spec.name]) for spec in specs if spec.role != "mask"}
+        return {spec.name: self._source(spec, values[spec.name], truncate) for spec in specs if spec.role != "mask"}
+
+    def _cut(self, name: str, value: Value, ids: Ints, max_tokens: int) -> Ints:
+        """Return the first ids of a sequence, and the special tokens that the tokenizer puts after a text."""
+        is_text = isinstance(value, str)
+        text = len(self.ids(name, value, True, True, ends_prompt=False, truncate=True)) if is_text else len(ids)
+        after = len(ids) - text
+        return np.concatenate([ids[: max(0, max_tokens - after)], ids[text:]])[:max_tokens]
 
     def _by_name(
         self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()
@@ -359,10 +371,12 @@ class Inputs:
         self._check_names([*required, *(name for name in optional if name in input)], input)
         return input
 
-    def _source(self, spec: RequestInput, value: Value) -> Array:
+    def _source(self, spec: RequestInput, value: Value, truncate: bool = False) -> Array:
         """Return the array of an input."""
         if _is_sequence(spec):
-            ids = self.ids(spec.name, value, add_special_tokens=True)
+            ids = self.ids(spec.name, value, add_special_tokens=True, truncate=truncate)
+            if truncate and spec.max_length is not None and len(ids) > spec.max_length:
+                return self._cut(spec.name, value, ids, spec.max_length)
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids

@@ -232,7 +232,8 @@ export class Model {
   /** Return facts about the file and the device. */
   info(): Readonly<Record<string, unknown>> {
     const { task, maxLength, target, precision, quantization, optimizedFor, producer, parity, version } = this.manifest;
-    const facts = { task, maxLength, target, precision, quantization, optimizedFor, version };
+    const weightBits = Object.fromEntries(this.manifest.weightBits);
+    const facts = { task, maxLength, target, precision, quantization, weightBits, optimizedFor, version };
     return {
       ...facts,
       producer: Object.fromEntries(producer),

@@ -1,4 +1,4 @@
-"""Kernels of onnxruntime's CUDA provider by type, compared with the list in `passes/half_precision.py`.
+"""Kernels of onnxruntime's CUDA provider by type, compared with the list in `passes/half/half_precision.py`.
 
     NVIDIA=… tests/benchmarks/stand_in/run.sh python tests/benchmarks/stand_in/kernels.py
 
@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from tformer_export.lowering.target import TARGETS
-from tformer_export.passes.half_precision import HALVES
+from tformer_export.passes.half.half_precision import HALVES
 from tformer_runtime.base.extras import import_onnxruntime
 
 onnxruntime = import_onnxruntime()
@@ -116,7 +116,7 @@ def main() -> None:
                     wrong.append(op)
     if wrong:
         names = ", ".join(wrong)
-        sys.exit(f"kernels.py: passes/half_precision.py wants these in bfloat16, which have no kernel: {names}")
+        sys.exit(f"kernels.py: passes/half/half_precision.py wants these in bfloat16, which have no kernel: {names}")
 
 
 if __name__ == "__main__":

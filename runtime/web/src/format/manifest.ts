@@ -150,6 +150,8 @@ const manifest = object({
   devices: list(name),
   precision: text,
   quantization: text,
+  maxLengthCause: text,
+  weightBits: mapping(index),
   optimizedFor: text,
   session: sessionSettings,
   kernelForms: mapping(text),

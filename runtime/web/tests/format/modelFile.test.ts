@@ -74,6 +74,10 @@ describe("manifests", () => {
     expect(read).toThrow(sentence);
   });
 
+  test("say how many weights have how many bits", () => {
+    expect([...manifestFromJson(changedManifest(() => {})).weightBits.keys()]).toContain("32");
+  });
+
   test("that are no JSON", () => {
     for (const text of ["", "{", "[]", "null", "7", `${"[".repeat(100_000)}`]) {
       expect(() => manifestFromJson(text)).toThrow(ModelFileError);

@@ -6,10 +6,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
-from support.toy_models import END_ID, LETTERS, START_ID, Toy
+from support.toy_models import END_ID, LETTERS, START_ID, Toy, letters
+from tokenizers.processors import TemplateProcessing
+from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from tformer_export.calibration.samples import read_samples
+from tformer_export.calibration.samples import CalibrationLines, _Reader, read_samples
 from tformer_export.quantize.token_quality import predictions
 from tformer_runtime import InputError, Model, OptionError
 from tformer_runtime.engine.engine import Engine
@@ -20,7 +23,9 @@ WORDS = ["cat", "house", "a", "window", "zebra", "of", "tree", "bird", "queue", 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toys")
-    return lambda **options: Engine(Toy(**options).write(folder / f"{sorted(options)}.onnx"), "cpu", threads=1)
+    return lambda **options: Engine(
+        Toy(**options).write(folder / f"{len(list(folder.iterdir()))}.onnx"), "cpu", threads=1
+    )
 
 
 def encode_letters(text):
@@ -48,6 +53,77 @@ def test_lines_have_source_and_target_and_every_fourth_is_measured(engine, tmp_p
         tuple(encode_letters(word)): ([START_ID, *encode_letters(word[::-1]), END_ID], 1, number % 4 == 0)
         for number, word in enumerate(WORDS, 1)
     }
+
+
+def test_long_lines_are_cut_and_counted(engine, tmp_path):
+    lines = [f"{word}\t{word[::-1]}" for word in WORDS]
+    toy = engine()
+    samples = read_samples(write_lines(tmp_path, *lines, "c" * 41 + "\tabc", "cat\t" + "t" * 63), toy)
+    actual = contents(samples)
+    assert actual[tuple(encode_letters("c" * 40))][0] == [START_ID, *encode_letters("abc"), END_ID]
+    assert [START_ID, *encode_letters("t" * 63)] in [tokens for tokens, *_ in actual.values()]
+    report = CalibrationLines.of(samples, toy.manifest)
+    assert (report.count, report.cut) == (len(WORDS) + 2, 2)
+    assert str(report) == f"{len(WORDS) + 2} lines, 2 of them cut to the model's limit"
+
+
+def test_long_ids_and_texts_beyond_a_tokenizer_are_cut(engine, tmp_path):
+    ids = [json.dumps({"src": [4, 5, 6] * (20 if n == 0 else 1), "tgt": [7]}) for n in range(8)]
+    by_id = read_samples(write_lines(tmp_path, *ids), engine(tokenizer=False))
+    assert [(len(s.request["src"]), s.is_cut) for s in by_id.fitted[:2]] == [(40, True), (3, False)]
+    texts = read_samples(write_lines(tmp_path, "x" * 600_000, *WORDS), engine(encoder=False, max_length=32))
+    assert [(len(s.tokens), s.is_cut) for s in texts.fitted[:2]] == [(32, True), (4, False)]
+
+
+def test_cut_source_keeps_the_special_tokens_of_its_tokenizer(engine, tmp_path):
+    tokenizer = letters()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", START_ID), ("</s>", END_ID)]
+    )
+    toy = engine()
+    toy.manifest = replace(toy.manifest, tokenizers=tuple(tokenizer.to_str() for _ in toy.manifest.tokenizers))
+    samples = _Reader(toy.manifest, "--calibration").samples(write_lines(tmp_path, "cat\ttac", "d" * 50 + "\tabc"))
+    whole, cut = samples
+    tokenizer.enable_truncation(40)
+    for sample, text in ((whole, "cat"), (cut, "d" * 50)):
+        assert sample.request["src"].tolist() == tokenizer.encode(text).ids
+    assert (whole.is_cut, cut.is_cut) == (False, True)
+
+
+def test_special_tokens_of_ids_are_not_repeated(engine, tmp_path):
+    target = encode_letters("tac")
+    forms = [target, [START_ID, *target], [*target, END_ID], [START_ID, *target, END_ID]]
+    lines = [json.dumps({"src": [4], "tgt": form}) for form in forms] * 2
+    samples = read_samples(write_lines(tmp_path, *lines), engine(tokenizer=False))
+    assert {tuple(s.tokens.tolist()) for s in (*samples.fitted, *samples.measured)} == {(START_ID, *target, END_ID)}
+
+
+@pytest.mark.parametrize("is_forced", [True, False], ids=["named by the model", "found by the model's results"])
+def test_targets_get_the_special_token_with_which_every_result_begins(is_forced, engine, tmp_path, monkeypatch):
+    """As for BART, whose decoding starts from </s> and whose results begin with <s>."""
+    defaults = {"forced_bos_token_id": START_ID} if is_forced else {}
+    toy = engine(start=(END_ID,), defaults=defaults, seed=is_forced)
+    if not is_forced:
+        logits = np.zeros((8, len(LETTERS)), np.float32)
+        logits[:, START_ID] = 1
+        steps = iter([logits, logits[:, ::-1]])
+        monkeypatch.setattr(toy, "step", lambda state, tokens: next(steps))
+    words = WORDS[:8]
+    samples = read_samples(write_lines(tmp_path, *(f"{word}\t{word[::-1]}" for word in words)), toy)
+    for sample in (*samples.fitted, *samples.measured):
+        word = "".join(LETTERS[i] for i in sample.request["src"])
+        labels = torch.tensor([[START_ID, *encode_letters(word[::-1]), END_ID]])
+        trained_with = shift_tokens_right(labels, pad_token_id=0, decoder_start_token_id=END_ID)[0].tolist()
+        assert sample.tokens.tolist() == [*trained_with, END_ID]
+        assert sample.given_tokens == 2
+    assert str(CalibrationLines.of(samples, toy.manifest)).endswith("targets begin with 1, as the model's results")
+
+
+def test_targets_that_have_the_first_token_stay(engine, tmp_path):
+    toy = engine(start=(END_ID,), defaults={"forced_bos_token_id": START_ID}, tokenizer=False)
+    lines = [json.dumps({"src": [4], "tgt": [START_ID, *encode_letters("tac")]})] * 8
+    samples = read_samples(write_lines(tmp_path, *lines), toy)
+    assert samples.fitted[0].tokens.tolist() == [END_ID, START_ID, *encode_letters("tac"), END_ID]
 
 
 def test_missing_target_is_decoded_by_the_model(engine, tmp_path):
@@ -88,8 +164,6 @@ def test_model_without_tokenizer_reads_json(engine, tmp_path):
         ("cat\tt4c", {}, "'4' (character 2 of the input) is not in the model's vocabulary"),
         ("cat\tta\tc", {}, "it holds more than one tab"),
         ("cat\t", {}, "the input is empty"),
-        ("c" * 41, {}, "the input is 41 tokens long and the model takes at most 40"),
-        ("cat\t" + "t" * 63, {}, "the target is 65 tokens long and the model holds 64"),
         ("cat", {"tokenizer": False}, "it is not JSON"),
         ('{"src": [4], "tgt": [4, 99]}', {"tokenizer": False}, "id 99 (number 2 of the input) is not in the model's"),
         ('{"source": [4]}', {"tokenizer": False}, "the model reads src, not source"),
@@ -122,7 +196,7 @@ def test_float_input_is_read_as_json(engine, tmp_path):
     float_input = replace(encode.inputs[0], role="data", dtype="float32")
     toy.manifest = replace(toy.manifest, encode=replace(encode, inputs=(float_input, *encode.inputs[1:])))
     line = '{"src": [0.5, 2], "tgt": [4, 5]}'
-    (first, *_) = read_samples(write_lines(tmp_path, *[line] * 8), toy).fitted
+    (first, *_) = _Reader(toy.manifest, "--calibration").samples(write_lines(tmp_path, line))
     assert (first.request["src"].tolist(), first.request["src"].dtype) == ([0.5, 2.0], np.float32)
     assert first.tokens[1:3].tolist() == [4, 5]
     for invalid_line, message in (

@@ -1,6 +1,6 @@
 """The half-precision pass: which nodes compute in half, which in float32, and refused options.
 
-The reference is PyTorch. The CPU runs models that `passes/emulate_half_on_cpu.py` has rewritten."""
+The reference is PyTorch. The CPU runs models that `passes/half/emulate_half_on_cpu.py` has rewritten."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from tformer_export import export
-from tformer_export.passes import emulate_half_on_cpu
-from tformer_export.passes.half_precision import HALVES, run
+from tformer_export.passes.half import emulate_half_on_cpu
+from tformer_export.passes.half.half_precision import HALVES, run
 from tformer_runtime.base.errors import OptionError, ParityError, UnsupportedModelError
 
 halves = pytest.mark.parametrize("half", HALVES)
