@@ -65,7 +65,7 @@ from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 9
+MANIFEST_VERSION = 10
 OLDEST_VERSION = 8  # that this runtime reads
 
 STAGE_INPUT = "stage.decode"
@@ -134,6 +134,8 @@ class RequestInput(TensorSpec, frozen=True):
     of: the input that a mask or types belong to.
     max_length: upper limit of the first axis; None for no limit.
     vocabulary: the number of ids.
+    required: whether types must come with ids that come without a text, because the model computes something else
+        without types than with zeros.
     """
 
     role: Annotated[str, msgspec.Meta(pattern="^(ids|types|mask|data)$")] = "ids"
@@ -142,6 +144,7 @@ class RequestInput(TensorSpec, frozen=True):
     pad: Id = 0
     max_length: Count | None = None
     vocabulary: Count | None = None
+    required: bool = False
 
 
 class CacheSpec(Struct, frozen=True):
@@ -462,5 +465,20 @@ class Manifest(Struct, frozen=True):
             )
         if version == 8 and "devices" not in data:  # version 9 added them
             devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
-            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
+            data["devices"] = list(devices if data.get("precision") == "fp32" else devices[:1])
+        if version < 10:
+            _add_fields_of_version_10(data)
         return read_typed(cls, data, "the file's tformer manifest is damaged")
+
+
+def _add_fields_of_version_10(data: dict[str, Any]) -> None:
+    """Add the fields that version 10 added, with the meaning that files had before."""
+    encode, preprocessing = data.get("encode"), data.get("preprocessing")
+    inputs = encode.get("inputs") if isinstance(encode, dict) else None
+    for spec in inputs if isinstance(inputs, list) else ():
+        if isinstance(spec, dict):
+            spec.setdefault("required", False)
+    for entry in preprocessing.values() if isinstance(preprocessing, dict) else ():
+        if isinstance(entry, dict) and entry.get("kind") == IMAGE and isinstance(entry.get("numbers"), dict):
+            entry["numbers"].setdefault("on_white", False)
+    data["version"] = 10
