@@ -48,7 +48,7 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 9;
+export const MANIFEST_VERSION = 10;
 export const OLDEST_VERSION = 8; // that this runtime reads
 
 export const STAGE_INPUT = "stage.decode";
@@ -105,6 +105,7 @@ const requestInput = object({
   pad: id,
   maxLength: nullable(count),
   vocabulary: nullable(count),
+  required: boolean,
 });
 const extraOutput = object({ ...tensor, kind: oneOf(CROSS_ATTENTIONS, ATTENTIONS, HIDDEN_STATES) });
 const cacheSpec = object({ past: name, present: name, dtype, shape, inPlace: boolean });
