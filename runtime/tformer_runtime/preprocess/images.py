@@ -1,8 +1,8 @@
 """From an image file to pixels, as transformers' image processors compute them.
 
 resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. An image is
-first rotated by its EXIF data and converted with Pillow's `convert("RGB")`, as in transformers' pipelines. Processors that
-convert images themselves lay transparent ones on white.
+first rotated by its EXIF data and converted with Pillow's `convert("RGB")`, as in transformers' pipelines. Transparent
+images are laid on white for processors that convert images themselves.
 """
 
 from __future__ import annotations

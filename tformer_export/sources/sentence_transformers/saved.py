@@ -1,8 +1,8 @@
 """The files of a folder of sentence-transformers: its modules and their settings.
 
 modules.json lists the modules in their order, each with its class and its folder. config_sentence_transformers.json has
-the settings of the whole, such as the prompt before each text. sentence_bert_config.json has those of the transformer,
-such as the maximum length of a text. A setting without a counterpart in a file is named in a warning if vectors are the
+the settings of the whole, such as the prompt before each text. A file next to the transformer has its settings, such as
+the maximum length of a text. A setting without a counterpart in a file is named in a warning if vectors are the
 same without it, and refused otherwise.
 """
 
@@ -25,10 +25,7 @@ OPTIONS = "config_sentence_transformers.json"
 SENTENCE_ENCODER, CROSS_ENCODER = "SentenceTransformer", "CrossEncoder"
 TRANSFORMER, STATIC = "Transformer", "StaticEmbedding"
 _PACKAGE = "sentence_transformers."
-_TRANSFORMER_FILES = tuple(  # of several versions; the first that exists counts
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
+_SETTINGS = "sentence_*_config.json"  # of the transformer; its name depends on the version
 _TASKS = {SENTENCE_ENCODER: (FEATURES, "feature-extraction"), CROSS_ENCODER: (CLASSIFIES, "sequence-classification")}
 _DEFAULT_OUTPUTS = {"feature-extraction": "last_hidden_state", "sequence-classification": "logits"}
 _READ_OPTIONS = {"model_type", "prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim", "activation_fn"}
@@ -160,8 +157,8 @@ def read_saved(folder: Path, task: str | None = None) -> SavedModel | None:
     if not modules:
         return SavedModel(folder, model_type, (), {}, {})
     root = modules[0].path
-    settings = next((_mapping(root / name) for name in _TRANSFORMER_FILES if (root / name).exists()), {})
-    saved = SavedModel(folder, model_type, modules, options, settings)
+    place = next(iter(sorted(root.glob(_SETTINGS))), root / _SETTINGS)
+    saved = SavedModel(folder, model_type, modules, options, _mapping(place))
     first = modules[0].kind
     if first not in (TRANSFORMER, STATIC) or (model_type == CROSS_ENCODER and first == STATIC):
         raise saved.refused(first, "as the first")
@@ -169,7 +166,7 @@ def read_saved(folder: Path, task: str | None = None) -> SavedModel | None:
         fault = "a default prompt" if saved.prompt else f"a module {modules[1].kind}"
         raise SourceError(f"{folder} holds a CrossEncoder with {fault}, which is not supported")
     _check_options(saved)
-    _check_settings(saved, root)
+    _check_settings(saved, place)
     return saved
 
 
@@ -207,9 +204,9 @@ def _check_options(saved: SavedModel) -> None:
     _warn(saved.folder / OPTIONS, lost)
 
 
-def _check_settings(saved: SavedModel, root: Path) -> None:
+def _check_settings(saved: SavedModel, place: Path) -> None:
     """Warn of settings of the transformer that a file does not carry over. Raises SourceError if vectors need them."""
-    settings, place = saved.settings, next((root / name for name in _TRANSFORMER_FILES if (root / name).exists()), root)
+    settings = saved.settings
     task = settings.get("transformer_task") or _TASKS[saved.model_type][1]
     if task != _TASKS[saved.model_type][1]:
         raise SourceError(f"{place} sets transformer_task to {task}, which is not supported for a {saved.model_type}")
