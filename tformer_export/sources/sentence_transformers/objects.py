@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tformer_export.sources.base import Source
+from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.sentence_transformers.saved import CROSS_ENCODER, SENTENCE_ENCODER
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.format.manifest import MULTI_LABEL, SINGLE_LABEL
@@ -67,8 +68,9 @@ def _encode(module: Any) -> Callable[[Any, int | None], torch.Tensor]:
 def _check_activation(module: Any, source: Source) -> None:
     """Raise SourceError if the activation of a CrossEncoder has arguments, which its folder does not hold."""
     drawn = torch.linspace(-3, 3, 4 * max(1, len(source.output_meaning.labels))).reshape(4, -1)
-    named = drawn
-    for head in source.module.heads:
+    named, adapter = drawn, source.module
+    assert isinstance(adapter, Adapter)
+    for head in adapter.heads:
         named = head(named)
     problem_type = source.output_meaning.problem_type
     named = (
