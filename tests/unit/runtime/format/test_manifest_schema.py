@@ -8,6 +8,7 @@ import random
 
 import onnx
 import pytest
+from msgspec.structs import asdict
 from onnx import helper
 from support import toy_tasks
 from support.toy_models import Toy
@@ -15,6 +16,7 @@ from support.toy_models import Toy
 from tformer_runtime import Model, ModelFileError, TformerError
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
+from tformer_runtime.preprocess.images import ImagePreprocessor
 
 VALUES = [
     None, True, False, 0, 1, -1, 2, 3, 7, 10**6, 2**31 - 1, 2**31, 10**18, 10**30, 0.5, 1e308, "", "x", "batch", "new",
@@ -140,3 +142,19 @@ def test_graph_of_another_shape_is_refused(tmp_path):
     onnx.save(model, path)
     with pytest.raises(ModelFileError, match=r"the input 'past\.k0' is float32 \(.*\), and in the graph float32 \("):
         Model.load(path, device="cpu")
+
+
+def test_manifest_of_version_9_keeps_its_meaning(tmp_path):
+    """Version 10 added `required` of inputs and `on_white` of pictures."""
+    stored = onnx.load(toy_tasks.write(tmp_path / "x.onnx")).metadata_props
+    data = json.loads(next(prop.value for prop in stored if prop.key == MANIFEST_KEY))
+    for spec in data["encode"]["inputs"]:
+        del spec["required"]
+    numbers = asdict(ImagePreprocessor({"height": 4, "width": 4}))
+    del numbers["on_white"]
+    data |= {"version": 9, "preprocessing": {"types": {"kind": "image", "numbers": numbers}}}
+    manifest = Manifest.from_json(json.dumps(data))
+    assert not any(spec.required for spec in manifest.encode.inputs)
+    assert not ImagePreprocessor.of(manifest.preprocessing["types"]).on_white
+    with pytest.raises(ModelFileError, match="missing field `required`"):
+        Manifest.from_json(json.dumps(data | {"version": 10}))
