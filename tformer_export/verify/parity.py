@@ -36,6 +36,7 @@ from tformer_runtime.base.errors import InputError, ModelFileError, ParityError,
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.dtypes import to_numeric
+from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.preprocess.inputs import Inputs
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
@@ -233,7 +234,8 @@ class ParityGate(InputDraws):
         request = {name: value for name, value in self.draw_request(5).items() if name not in left_out}
         given = request
         if self.source.token_types:  # the runtime fills them in where it reads ids
-            given = {**request, **Inputs(engine.manifest).single_pass_arrays(request)}
+            read = {name: value for name, value in request.items() if name != ADAPTER_INPUT}
+            given = {**request, **Inputs(engine.manifest).single_pass_arrays(read)}
         self._run_requests(engine, _name_without(left_out), (5,), [given], report, others, left_out)
 
     def _check_long_row(self, engine: Engine, report: ParityReport) -> None:
