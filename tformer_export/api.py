@@ -22,7 +22,10 @@ from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import SourceOverrides, finish
 from tformer_export.sources.hugging_face.folder import from_folder, from_transformers, is_transformers_model
-from tformer_export.sources.sentence_encoder import from_sentence_encoder, is_sentence_encoder
+from tformer_export.sources.sentence_transformers.objects import (
+    from_sentence_transformers,
+    is_sentence_transformers_model,
+)
 from tformer_export.sources.switched_adapters import with_adapters
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime.base.errors import OptionError, OutputError, SourceError
@@ -71,8 +74,9 @@ def export(
 
     The model and its call:
 
-    model: any module, a transformers model or a SentenceTransformer (which need no example), a program of torch.export,
-        or a Source. A module without forward is called as decode(memory, …) after encode(…), by parameter names.
+    model: any module, a transformers model, a SentenceTransformer or a CrossEncoder (which need no example), a program
+        of torch.export, or a Source. A module without forward is called as decode(memory, …) after encode(…), by
+        parameter names.
     path: the file to write. Weights of more than 2 GB stand next to it, in `path` + ".data".
     example: name of a parameter of forward → tensor (batch, time, …), or a dict, list, tuple, dataclass or object that
         holds tensors. These become inputs by the names of their keys, or by their paths, such as `batch.0`. Sizes of
@@ -208,8 +212,8 @@ def _source(
         source = model
     elif isinstance(model, torch.export.ExportedProgram):
         source, unread = from_program(model, step_input, example=example, **call), []
-    elif example is None and is_sentence_encoder(model):
-        source = from_sentence_encoder(model, from_folder)
+    elif example is None and is_sentence_transformers_model(model):
+        source = from_sentence_transformers(model, from_folder)
     elif example is None and is_transformers_model(model) and hasattr(tokenizer, "feature_extractor"):
         processor: Any = tokenizer
         source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)

@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from PIL import Image
+from PIL import Image, ImageOps
 from support.command_lines import failed, run
 from torch import nn
+from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
 from tformer_export import Quantization, Task, export, image
 from tformer_export.calibration.samples import read_samples
 from tformer_export.sources import load_source
+from tformer_export.sources.hugging_face.images import read_picture_steps
 from tformer_runtime import AsyncModel, InputError, Model, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.preprocess import images
 
 LABELS = dict(id2label={0: "cat", 1: "dog", 2: "car"}, label2id={"cat": 0, "dog": 1, "car": 2})
 SHAPE = dict(
@@ -141,9 +144,10 @@ def seeded_model(name):
 
 
 def transformers_outputs(module, processor, paths):
-    """Return transformers' output for each picture."""
+    """Return transformers' output for each picture. Its pipelines convert it for a processor that does not."""
+    read = (lambda path: ImageOps.exif_transpose(Image.open(path))) if processor.do_convert_rgb else load_image
     with torch.no_grad():
-        return [module(**processor(images=load_image(str(p)), return_tensors="pt"))[0][0].double() for p in paths]
+        return [module(**processor(images=read(str(p)), return_tensors="pt"))[0][0].double() for p in paths]
 
 
 @pytest.mark.parametrize("name", ["distilled", "windows"])
@@ -214,6 +218,50 @@ def test_pooled_vectors_match_transformers(exported, pictures, tmp_path):
     assert list(map(float, pair_lines)) == pytest.approx(expected, abs=1e-4)
     (first, *_) = run(path, *lines, "--json").stdout.splitlines()
     assert json.loads(first)["vector"] == pytest.approx(vectors[0].tolist())
+
+
+def picture_modes():
+    """Return a picture in each mode of Pillow that converts to RGB, some of them transparent in part."""
+    random = np.random.default_rng(2)
+    colours = Image.fromarray(random.integers(0, 256, (37, 50, 3), np.uint8))
+    alpha = Image.fromarray(random.integers(0, 256, (37, 50), np.uint8))
+    modes = {mode: colours.convert(mode) for mode in ("RGB", "P", "L", "CMYK", "1", "I", "F", "YCbCr", "HSV")}
+    modes["I;16"] = Image.fromarray(random.integers(0, 65536, (37, 50), np.uint16))
+    for mode in ("RGB", "L"):
+        modes[f"{mode}A"] = modes[mode].copy()
+        modes[f"{mode}A"].putalpha(alpha)
+        modes[f"{mode}, one colour"] = modes[mode].copy()
+        modes[f"{mode}, one colour"].info["transparency"] = modes[mode].getpixel((25, 18))
+    modes["RGBa"] = modes["RGBA"].convert("RGBa")
+    for name, transparency in (("one colour", modes["P"].getpixel((25, 18))), ("all colours", random.bytes(256))):
+        modes[f"P, {name}"] = modes["P"].copy()
+        modes[f"P, {name}"].info["transparency"] = transparency
+    modes["PA"] = modes["P, one colour"].convert("PA")
+    return modes
+
+
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+@pytest.mark.parametrize("converts", [True, None])
+def test_pixels_of_each_mode_are_those_of_the_processor(converts):
+    """A processor that does not convert pictures gets them in RGB from transformers' pipelines."""
+    processor = transformers.ViTImageProcessorPil(size={"height": 24, "width": 30}, do_convert_rgb=converts)
+    steps = read_picture_steps(processor, 3)
+    dropped = 0
+    for mode, picture in picture_modes().items():
+        given = picture if converts else picture.convert("RGB")
+        expected = processor(images=given, return_tensors="np")["pixel_values"][0]
+        assert np.array_equal(steps.pixels(picture), expected), mode
+        opaque = Image.fromarray(np.asarray(picture.convert("RGB")))  # which has no transparent colour
+        dropped += not np.array_equal(processor(images=opaque)["pixel_values"][0], expected)
+    assert dropped == (7 if converts else 0)  # pictures that have transparent parts
+
+
+def test_large_transparent_pictures_are_laid_on_white_some_rows_at_a_time(monkeypatch):
+    picture = picture_modes()["RGBA"]
+    expected = convert_to_rgb(picture, return_numpy=True)
+    monkeypatch.setattr(images, "CHUNK_PIXELS", 130)
+    pixels = images.ImagePreprocessor(scale=None, on_white=True).pixels(picture)
+    assert np.array_equal(pixels, np.moveaxis(expected, -1, 0))
 
 
 @pytest.fixture(scope="module")

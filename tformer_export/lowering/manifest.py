@@ -92,7 +92,7 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) 
         mask, facts = source.masks.get(port.name), inputs[port.name]
         role: dict[str, Any] = {"role": "ids" if facts.ids else "data", "pad": facts.pad}
         if port.name in source.token_types:
-            role = {"role": "types", "of": source.token_types[port.name]}
+            role = {"role": "types", "of": source.token_types[port.name], "required": source.needs_types}
         if mask is not None:
             role = {"role": "mask", "of": mask.of, "keep": bool(mask.keep)}
         role |= {"max_length": facts.max_length, "vocabulary": facts.vocabulary}

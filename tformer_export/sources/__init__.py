@@ -8,7 +8,7 @@ factory              a function that makes a module, alone or with weights; a pi
 state_dict           the weights of a module in the file of a training loop
 exported_program     a program of torch.export, in memory or in a `.pt2`
 hugging_face/        a transformers model, in memory or in a folder; task_names: the task of its class
-sentence_encoder     a folder of sentence-transformers
+sentence_transformers/  a model of sentence-transformers, in memory or in a folder
 tokenizer/           tokenizers of any of these, as tokenizers' JSON
 pooling              one vector for each row of an encoder; pooled_module: the module that computes it
 chat_template        the chat template of a model

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tformer_export.sources.call.adapter_switch import WithAdapters
 from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
 from tformer_export.sources.call.one_row import OverRows
+from tformer_export.sources.call.signature import parameters_of
 from tformer_export.sources.pictures.grid import GridPicturesModule
 from tformer_export.sources.pictures.one_size import PicturesModule
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
@@ -49,6 +51,7 @@ class Source:
     chat_template: Jinja text that makes a prompt of a conversation.
     chat_tokens: the special tokens that the chat template may name, and their texts.
     token_types: inputs that the tokenizer gives together with the ids of another input → that input.
+    needs_types: whether forward without token types computes something else than with zeros.
     output_meaning: the meaning of the outputs of a single-pass model.
     outputs: their names in the file, if `module` returns several, as a tuple.
     own_pipeline: the model's own pipeline, for verification. It takes a text or a pair and the number of tokens to
@@ -82,6 +85,7 @@ class Source:
     chat_template: str | None = None
     chat_tokens: Mapping[str, str] = field(default_factory=dict)
     token_types: Mapping[str, str] = field(default_factory=dict)
+    needs_types: bool = False
     output_meaning: OutputMeaning = field(default_factory=OutputMeaning)
     outputs: tuple[str, ...] = ()
     own_pipeline: Pipeline | None = None
@@ -108,6 +112,13 @@ class Source:
         """The inputs that a caller passes: neither lengths, the tokenizer nor an option determine them."""
         derived = {*self.masks, *self.token_types, ADAPTER_INPUT}
         return [name for name in self.example if name not in derived]
+
+    @property
+    def optional_inputs(self) -> list[str]:
+        """The inputs that a caller may leave out, because the runtime fills them in, and that forward may lack."""
+        filled = [*self.masks, *(() if self.needs_types else self.token_types)]
+        parameters = parameters_of(self.users_module)
+        return [name for name in filled if name in parameters and parameters[name].default is not Parameter.empty]
 
     @property
     def users_module(self) -> nn.Module:

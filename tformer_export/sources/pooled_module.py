@@ -75,7 +75,7 @@ class PooledModule(nn.Module):
         self.mask, self.passes_mask, self.keep, self.pools, self.normalize = mask, taken, keep, tuple(pools), normalize
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        if self.mask is None:
+        if self.mask is None or inputs[self.mask] is None:  # left to the default of `module`: nothing is padded
             return self.vector(states := self.module(*inputs), states.new_ones((*states.shape[:2], 1)))
         mask = inputs[self.mask]
         states = self.module(*(inputs if self.passes_mask else inputs[: self.mask] + inputs[self.mask + 1 :]))

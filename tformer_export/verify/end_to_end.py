@@ -95,14 +95,15 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
         )
         for sample, result, expected_values in zip(samples, results, expected, strict=True):
             numbers = np.asarray(task.numbers(result), np.float64)
-            error = (
-                float(np.abs(numbers - expected_values).max(initial=0))
-                if numbers.shape == expected_values.shape
-                else np.inf
-            )
+            circumstance = "in a batch" if together > 1 else "alone"
+            if numbers.shape != expected_values.shape:
+                raise ParityError(
+                    f"the file's result for {_shown(sample)}, {circumstance}, has the shape {numbers.shape}, and its "
+                    f"source's own {expected_values.shape}; no file was written"
+                )
+            error = float(np.abs(numbers - expected_values).max(initial=0))
             worst = max(worst, error)
             if not error <= tolerance * span:
-                circumstance = "in a batch" if together > 1 else "alone"
                 raise ParityError(
                     f"the file's result for {_shown(sample)}, {circumstance}, differs from its source's own by "
                     f"{error:.3g} where the results span {span:.3g} ({tolerance:g} of that is allowed); no file was "

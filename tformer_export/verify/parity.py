@@ -36,6 +36,8 @@ from tformer_runtime.base.errors import InputError, ModelFileError, ParityError,
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.state import State
 from tformer_runtime.format.dtypes import to_numeric
+from tformer_runtime.format.manifest import ADAPTER_INPUT
+from tformer_runtime.preprocess.inputs import Inputs
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
 MAX_TOLERANCE = 0.5  # of the logits' range; a comparison in half precision with more would prove nothing
@@ -58,12 +60,14 @@ class Case:
     prompts: the length of each row's prompt.
     steps: the number of single tokens after it.
     sources: the length of each row's request inputs.
+    left_out: inputs that the request leaves out, and that the source is called without.
     """
 
     name: str
     prompts: tuple[int, ...]
     steps: int
     sources: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def cases(max_length: int) -> list[Case]:
@@ -80,6 +84,10 @@ def cases(max_length: int) -> list[Case]:
         Case(RAGGED_ROWS, clip(2, 7, 1, 4), steps, RAGGED_LENGTHS),
         Case("long prompt", (max_prompt,), steps, (LONG_SOURCE,)),
     ]
+
+
+def _name_without(left_out: Sequence[str]) -> str:
+    return f"without {' and '.join(left_out)}"
 
 
 class ParityGate(InputDraws):
@@ -116,12 +124,12 @@ class ParityGate(InputDraws):
             if self.series is not None:
                 check_forecasts(self, engine, report)
             return report
-        for case in [*cases(engine.manifest.max_length), *self._cases_of_adapters(engine.manifest.max_length)]:
+        for case in [*cases(engine.manifest.max_length), *self._further_cases(engine.manifest.max_length)]:
             case, requests, sequences = self.draw_case(case, engine.manifest.max_length)
             logits, state, extras = run_case(engine, requests, sequences, case.prompts)
             error = 0.0
             for row, (request, tokens) in enumerate(zip(requests, sequences, strict=True)):
-                positions, expected = self.reference.logits_at(request, tokens)
+                positions, expected = self.reference.logits_at(request, tokens, left_out=case.left_out)
                 locate = functools.partial(self._locate, engine, state, row, request, tokens)
                 compared = logits[row] if len(positions) == len(tokens) else logits[row][positions]
                 row_error = self._compare(
@@ -136,11 +144,15 @@ class ParityGate(InputDraws):
             self._check_greedy(engine, report)
         return report
 
-    def _cases_of_adapters(self, max_length: int) -> list[Case]:
-        """Return a case in which each row has another adapter, or none."""
+    def _further_cases(self, max_length: int) -> list[Case]:
+        """Return a case in which each row has another adapter, or none, and one without the optional inputs."""
         rows = len(self.source.adapters) + 1
         steps = min(2, max_length - 1)
-        return [Case(ADAPTERS, (min(3, max_length - steps),) * rows, steps, (5,) * rows)] if rows > 1 else []
+        prompt = min(3, max_length - steps)
+        further = [Case(ADAPTERS, (prompt,) * rows, steps, (5,) * rows)] if rows > 1 else []
+        if left_out := tuple(self.source.optional_inputs):
+            further.append(Case(_name_without(left_out), (prompt,), steps, (5,), left_out))
+        return further
 
     def draw_case(self, case: Case, max_length: int) -> tuple[Case, list[dict[str, np.ndarray]], list[np.ndarray]]:
         """Return the requests and the sequences of a case. Items with placeholders lengthen its prompts."""
@@ -197,6 +209,8 @@ class ParityGate(InputDraws):
         self._run_rows(engine, "1 rows of 4", (4,), report, several)
         if self.source.adapters:
             self._run_rows(engine, ADAPTERS, (5,) * (len(self.source.adapters) + 1), report)
+        if left_out := self.source.optional_inputs:
+            self._check_without(engine, left_out, report, several)
         if not engine.manifest.encode.ragged:
             return
         ragged_report = ParityReport()
@@ -212,6 +226,17 @@ class ParityGate(InputDraws):
         report.errors |= ragged_report.errors
         report.extras = {name: max(error, ragged_report.extras.get(name, 0.0)) for name, error in report.extras.items()}
         report.relative_error = max(report.relative_error, ragged_report.relative_error)
+
+    def _check_without(
+        self, engine: Engine, left_out: Sequence[str], report: ParityReport, others: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        """Compare a row without the inputs that a caller may leave out with the source's own call without them."""
+        request = {name: value for name, value in self.draw_request(5).items() if name not in left_out}
+        given = request
+        if self.source.token_types:  # the runtime fills them in where it reads ids
+            read = {name: value for name, value in request.items() if name != ADAPTER_INPUT}
+            given = {**request, **Inputs(engine.manifest).single_pass_arrays(read)}
+        self._run_requests(engine, _name_without(left_out), (5,), [given], report, others, left_out)
 
     def _check_long_row(self, engine: Engine, report: ParityReport) -> None:
         """Compare a single-pass model on a row of its greatest length, or of the greatest that costs little.
@@ -261,9 +286,13 @@ class ParityGate(InputDraws):
         requests: list[dict[str, np.ndarray]],
         report: ParityReport,
         others: Sequence[Sequence[np.ndarray]] = (),
+        left_out: Sequence[str] = (),
     ) -> list[list[np.ndarray]]:
-        """Compare the outputs of a single-pass model for these requests together, as `_run_rows`."""
-        expected_outputs = [self.reference.outputs(request, None) for request in requests]
+        """Compare the outputs of a single-pass model for these requests together, as `_run_rows`.
+
+        left_out: inputs that the source is called without.
+        """
+        expected_outputs = [self.reference.outputs(request, None, left_out) for request in requests]
         names = [extra.name for extra in engine.manifest.extras]
         outputs = engine.encode(by_name(requests) or {}, len(requests), names)
         values = {name: value.numpy() for name, value in outputs.items()}
@@ -292,8 +321,13 @@ class ParityGate(InputDraws):
             return
         for name, expected in self.reference.extras(self.locator, request, tokens).items():
             output = outputs[name][tuple(slice(0, size) for size in expected.shape)]
+            if output.shape != expected.shape:
+                raise ParityError(
+                    f"{name} has the shape {output.shape} in the case '{case}', row {row}, and {expected.shape} in its "
+                    "source; no file was written"
+                )
             span = float(np.ptp(expected)) or 1.0
-            worst = float(np.abs(output - expected).max()) if output.shape == expected.shape else np.inf
+            worst = float(np.abs(output - expected).max())
             report.extras[name] = max(report.extras.get(name, 0.0), worst)
             if not worst <= self.tolerance * span:
                 raise ParityError(
@@ -338,12 +372,21 @@ class ParityGate(InputDraws):
             raise ParityError(
                 f"the exported model differs from its source in the case '{case}': row {row}, position {position} "
                 f"{stage}, by {difference:.3g}, {share} ({self.tolerance:g} of that is allowed)"
-                f"{self._explain_padding() if case == RAGGED_ROWS else ''}{locate()}; no file was written"
+                f"{self._explain(case)}{locate()}; no file was written"
             )
         return float(differences.max())
 
+    def _explain(self, case: str) -> str:
+        """Return a reason why only this case would differ, for the message."""
+        if case == _name_without(self.source.optional_inputs):
+            return (
+                f"; forward computes something else {case} than with the values that the file fills in: give an "
+                "example of its inputs, and describe its masks (masks=)"
+            )
+        return self._explain_padding() if case == RAGGED_ROWS else ""
+
     def _explain_padding(self) -> str:
-        """Return a reason why only ragged rows would differ, for the message."""
+        """Return a reason why only ragged rows would differ."""
         masks = self.source.masks
         requests = [name for name in self.inputs if name != self.source.step_input and name not in masks]
         unmasked = [name for name in requests if not self.inputs[name].masked]

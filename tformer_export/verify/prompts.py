@@ -12,6 +12,7 @@ from tformer_export.sources.hugging_face.images import ROUNDING_ERROR, draw_pict
 from tformer_export.sources.tokenizer.check import SAMPLE_TEXTS
 from tformer_runtime.base.errors import InputError, ParityError
 from tformer_runtime.engine.engine import Engine
+from tformer_runtime.preprocess.images import image_inputs
 from tformer_runtime.preprocess.inputs import Inputs
 
 PICTURES = ((0,), (1, 2), (), (3, 4, 5))  # numbers of the pictures of each compared prompt
@@ -24,8 +25,10 @@ def check_prompts(source: Source, engine: Engine) -> tuple[float, int] | None:
     """
     if source.prompt_pipeline is None or not source.placeholders:
         return None
-    inputs, drawn = Inputs(engine.manifest), [picture.convert("RGB") for picture in draw_pictures(seed=1)]
-    ((name, placeholder),) = source.placeholders.items()
+    inputs, ((name, placeholder),) = Inputs(engine.manifest), source.placeholders.items()
+    images = image_inputs(source.preprocessing).get(name)
+    converts = images is not None and images.on_white  # as the source's own processor does
+    drawn = [picture if converts else picture.convert("RGB") for picture in draw_pictures(seed=1)]
     step = source.step_input or ""
     worst, count = 0.0, 0
     for numbers in PICTURES:

@@ -72,11 +72,12 @@ def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tole
         results = list(model.predict(sounds, len(sounds) if together else 1))
         for sound, output, result, expected_scores in zip(sounds, outputs, results, expected, strict=True):
             subject = f"for a sound of {len(sound)} samples, {'in a batch' if together else 'alone'}"
-            error = (
-                float(np.abs(output - expected_scores.numpy()).max())
-                if output.shape == tuple(expected_scores.shape)
-                else np.inf
-            )
+            if output.shape != tuple(expected_scores.shape):
+                raise ParityError(
+                    f"the file's result {subject}, has the shape {output.shape}, and its source's own "
+                    f"{tuple(expected_scores.shape)}; no file was written"
+                )
+            error = float(np.abs(output - expected_scores.numpy()).max())
             worst = max(worst, error)
             if not error <= tolerance * span:
                 raise ParityError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -31,33 +31,42 @@ class Reference:
         self.source, self.gives_last = source, gives_last
 
     def logits_at(
-        self, requests: Mapping[str, np.ndarray], tokens: np.ndarray, first: int = 0
+        self,
+        requests: Mapping[str, np.ndarray],
+        tokens: np.ndarray,
+        first: int = 0,
+        left_out: Collection[str] = (),
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return positions from `first` on, and their logits: all positions, or MAX_RUNS if each costs a run."""
         if not self.gives_last:
             positions = np.arange(first, len(tokens))
-            return positions, self.logits(requests, tokens)[positions]
+            return positions, self.logits(requests, tokens, left_out)[positions]
         positions = np.unique(np.linspace(first, len(tokens) - 1, MAX_RUNS).round().astype(int))
-        return positions, np.concatenate([self.logits(requests, tokens[: p + 1]) for p in positions])
+        return positions, np.concatenate([self.logits(requests, tokens[: p + 1], left_out) for p in positions])
 
-    def logits(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> np.ndarray:
+    def logits(
+        self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None, left_out: Collection[str] = ()
+    ) -> np.ndarray:
         """Return the logits of one row, (time, vocabulary); time is 1 if the source returns the last position only.
 
         requests: each request input without its batch axis.
         tokens: the step input, if there is one.
+        left_out: inputs that forward is called without.
         """
-        (logits, *_) = self.outputs(requests, tokens)
+        (logits, *_) = self.outputs(requests, tokens, left_out)
         return logits.reshape(1, -1) if self.gives_last else logits
 
-    def outputs(self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None) -> list[np.ndarray]:
-        """Return all outputs of the source for one row, without the batch axis.
+    def outputs(
+        self, requests: Mapping[str, np.ndarray], tokens: np.ndarray | None, left_out: Collection[str] = ()
+    ) -> list[np.ndarray]:
+        """Return all outputs of the source for one row, without the batch axis. Arguments as of `logits`.
 
         Raises UnsupportedModelError if forward fails, or if an output has no finite number.
         """
-        inputs = self.inputs(requests, tokens)
+        inputs = {n: v for n, v in self.inputs(requests, tokens).items() if n not in left_out}
         try:
             with torch.no_grad():
-                returned = self.source.module(*inputs.values())
+                returned = self.source.module(*map(inputs.get, self.source.example))
             returned_values = returned if self.source.outputs else (returned,)
             outputs: list[np.ndarray] = [value[0].float().numpy() for value in returned_values]
         except Exception as error:  # the user's code may raise anything

@@ -135,6 +135,8 @@ class RequestInput(TensorSpec, frozen=True):
     of: the input that a mask or types belong to.
     max_length: upper limit of the first axis; None for no limit.
     vocabulary: the number of ids.
+    required: whether types must come with ids that come without a text, because the model computes something else
+        without types than with zeros.
     """
 
     role: Annotated[str, msgspec.Meta(pattern="^(ids|types|mask|data)$")] = "ids"
@@ -143,6 +145,7 @@ class RequestInput(TensorSpec, frozen=True):
     pad: Id = 0
     max_length: Count | None = None
     vocabulary: Count | None = None
+    required: bool = False
 
 
 class CacheSpec(Struct, frozen=True):

@@ -1,7 +1,8 @@
 """From an image file to pixels, as transformers' image processors compute them.
 
-resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. As in
-transformers' pipelines, an image is first rotated by its EXIF data and converted with Pillow's `convert("RGB")`.
+resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. An image is
+first rotated by its EXIF data and converted with Pillow's `convert("RGB")`, as in transformers' pipelines. Transparent
+images are laid on white for processors that convert images themselves.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ImagePreprocessor(Struct, frozen=True):
     channels: 3 (RGB) or 1 (gray).
     tile: the edge of square tiles into which the resized image is made; 0 for none.
     splits: whether an image is cut into tiles (`tiles.cut`). Otherwise it is resized to one.
+    on_white: whether a transparent image is laid on white. Otherwise its colours are taken as they are.
     """
 
     size: Mapping[str, Edge] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class ImagePreprocessor(Struct, frozen=True):
     channels: int = 3
     tile: Annotated[int, Meta(ge=0, le=MAX_TARGET_EDGE)] = 0
     splits: bool = False
+    on_white: bool = False
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -109,10 +112,10 @@ class ImagePreprocessor(Struct, frozen=True):
             raise InputError(f"{name!r} is no name of a file: give that of an image")
         import_optional("PIL.Image", "reading images needs Pillow", "image")
         with _errors_as_input_errors(name):
-            opened, mode = _open(image, name), "RGB" if self.channels == 3 else "L"
+            opened = _open(image, name)
             opened.load()
             _with_pixels(opened, name)  # a picture in an .ico file has a size of its own
-            converted = opened if opened.mode == mode else opened.convert(mode)
+            converted = self.converted(opened)
         resized, grid = self._resize(converted, name), NO_GRID
         if not self.tile:
             return self._values(resized)[None], grid
@@ -122,6 +125,13 @@ class ImagePreprocessor(Struct, frozen=True):
             parts, grid = cut(resized, self.tile, FILTERS.index(self.resample)), grid_of(self.tile, *resized.size[::-1])
         whole = [self._resize_to(part, (self.tile, self.tile), name) for part in parts]
         return np.stack([self._values(part) for part in whole]), grid
+
+    def converted(self, image: Image) -> Image:
+        """Return a Pillow image in the channels of the model."""
+        mode = "RGB" if self.channels == 3 else "L"
+        if self.on_white and ("A" in image.getbands() or image.info.get("transparency") is not None):
+            image = _on_white(image)
+        return image if image.mode == mode else image.convert(mode)
 
     def _values(self, image: Image) -> npt.NDArray[Any]:
         """Return the numbers of a resized image, (channels, height, width)."""
@@ -221,6 +231,19 @@ class ImagePreprocessor(Struct, frozen=True):
             raise ValueError("scale, mean and std are finite numbers")
         if len(self.mean) != len(self.std) or len(self.mean) not in (0, self.channels) or not all(self.std):
             raise ValueError(f"mean and std have a number for each of {self.channels} channels, no std of them 0")
+
+
+def _on_white(image: Image) -> Image:
+    """Return a transparent image on white, in RGB. Some rows are converted at a time, which need 12 bytes a pixel."""
+    from PIL import Image as Pillow
+
+    result = Pillow.new("RGB", image.size)
+    step = max(1, CHUNK_PIXELS // image.width)
+    for top in range(0, image.height, step):
+        box = (0, top, image.width, min(image.height, top + step))
+        rows = image.crop(box).convert("RGBA")
+        result.paste(Pillow.alpha_composite(Pillow.new("RGBA", rows.size, "white"), rows).convert("RGB"), box)
+    return result
 
 
 def image_inputs(preprocessing: Mapping[str, Preprocessing]) -> dict[str, ImagePreprocessor]:

@@ -42,6 +42,11 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
+def _is_text(value: Any) -> bool:
+    """Return whether a value is a text or a pair of texts."""
+    return isinstance(value, str) or is_pair(value)
+
+
 def _as_array(value: Any) -> Array:
     """Return an array; one of no numbers for lists that are none, such as rows of different lengths."""
     try:
@@ -215,8 +220,8 @@ class Inputs:
         """Return the arrays of the inputs of a single-pass model. truncate: cut a text that is too long."""
         assert self._manifest.encode is not None
         specs = self._manifest.encode.inputs
-        type_inputs = {spec.of: spec.name for spec in specs if spec.role == "types"}
-        values = self._by_name(specs, input, optional=list(type_inputs.values()))
+        type_inputs = {spec.of: spec for spec in specs if spec.role == "types"}
+        values = self._by_name(specs, input, optional=[spec.name for spec in type_inputs.values()])
         arrays: dict[str, Array] = {}
         for spec in specs:
             if spec.role == "data" or (spec.role == "ids" and not _is_sequence(spec)):
@@ -224,10 +229,15 @@ class Inputs:
             elif spec.role == "ids":
                 ids, types = self._read(spec, values[spec.name], truncate)
                 arrays[spec.name] = ids
-                if (name := type_inputs.get(spec.name)) is not None:
-                    if name in values:
-                        types = self._types(name, values[name], spec, ids, truncate)
-                    arrays[name] = types
+                if (of_ids := type_inputs.get(spec.name)) is not None:
+                    if of_ids.name in values:
+                        types = self._types(of_ids.name, values[of_ids.name], spec, ids, truncate)
+                    elif of_ids.required and not _is_text(values[spec.name]):
+                        raise InputError(
+                            f"the model reads {of_ids.name} next to the ids of {spec.name}, and computes something "
+                            "else without them: give a number for each id"
+                        )
+                    arrays[of_ids.name] = types
         return arrays
 
     @staticmethod
@@ -292,7 +302,7 @@ class Inputs:
     def _read(self, spec: RequestInput, value: Value, truncate: bool) -> tuple[Ints, Ints]:
         """Return ids and token types, (time,) each."""
         max_tokens = spec.max_length if truncate else None
-        if isinstance(value, str) or is_pair(value):
+        if _is_text(value):
             index = self._manifest.tokenizer_of.get(spec.name)
             if index is None:
                 raise InputError(f"the file has no tokenizer for {spec.name}: give ids (--ids)")

@@ -19,7 +19,7 @@ from tformer_export.sources.call.step_positions import PLAIN, StepPositions
 class Adapter(nn.Module):
     """A module that calls `module` by the names of its parameters and returns its logits.
 
-    names: the inputs of the adapter's forward, in their order.
+    names: the inputs of the adapter's forward, in their order. None for an input leaves it to the module's default.
     fixed_arguments: arguments that are always the same.
     derived: arguments that are built from lengths.
     keeps: name of an input → the name of its keep-mask, (batch, time) bool. An input without one holds no padding.
@@ -97,7 +97,8 @@ class Adapter(nn.Module):
             return self._call(*inputs)
 
     def _call(self, *inputs: torch.Tensor) -> Any:
-        tensors: dict[str, Any] = dict(zip(self.names, inputs, strict=True))
+        given = zip(self.names, inputs, strict=True)
+        tensors: dict[str, Any] = {name: value for name, value in given if value is not None}
         keeps = {name: tensors.pop(keep) for name, keep in self.keeps.items()}
         if self.step is not None:
             tensors[self.step] = self.positions.to_module(tensors[self.step])

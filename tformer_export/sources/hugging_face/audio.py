@@ -100,18 +100,22 @@ def read_extractor(extractor: Any) -> AudioPreprocessor:
     Raises SourceError for an extractor that is not supported. Its class does not count.
     """
     preprocessor = _settings(extractor)
-    error = float("inf")
+    difference = "its settings are of other steps"
     if preprocessor is not None:
         for sound in draw_sounds(preprocessor.sampling_rate):
             ours, expected = preprocessor.from_samples(sound), extract_features(extractor, sound)
-            error = float(np.abs(ours - expected).max()) if ours.shape == expected.shape else float("inf")
+            if ours.shape != expected.shape:
+                difference = f"the shape is {ours.shape}, not {expected.shape}"
+                break
+            error = float(np.abs(ours - expected).max())
             if not error <= MAX_FEATURE_ERRORS[preprocessor.features]:
+                difference = f"max |Δ| {error:.3g}"
                 break
         else:
             return preprocessor
     raise SourceError(
         f"the runtime cannot compute the features of {type(extractor).__name__}: it normalises samples and makes log "
-        f"mel spectrograms (max |Δ| {error:.3g}). Load the model in Python and give an example of its inputs; the file "
+        f"mel spectrograms ({difference}). Load the model in Python and give an example of its inputs; the file "
         "then reads features instead of sounds"
     )
 

@@ -39,9 +39,13 @@ from tformer_export.sources.hugging_face.pictures import (
 )
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
-from tformer_export.sources.sentence_encoder import MODULES, length_limit, with_modules
+from tformer_export.sources.sentence_transformers.layers import with_modules
+from tformer_export.sources.sentence_transformers.saved import SavedModel, read_saved
+from tformer_export.sources.sentence_transformers.scores import with_named_activation
+from tformer_export.sources.sentence_transformers.static import from_static
 from tformer_export.sources.task_names import (
     ANSWERS_PICTURES,
+    CLASSIFIES,
     FEATURES,
     GENERATES,
     RECOGNIZES,
@@ -108,8 +112,8 @@ def from_folder(
 ) -> Source:
     """Load a folder with config.json and weights, and optionally a tokenizer, a chat template and modules.json.
 
-    A folder of a PEFT adapter stands for its base model with the adapter merged into its weights. Its own tokenizer and
-    chat template go before those of the base model.
+    A folder of a PEFT adapter stands for its base model with the adapter merged into its weights. Its own tokenizer,
+    chat template and modules.json go before those of the base model.
 
     step_input: the caller's name of the step input, which has to be that of the model.
     tokenizer: whether to read the tokenizer of the folder.
@@ -126,6 +130,13 @@ def from_folder(
     if adapter is not None:
         folder, task = adapter.find_base(), task or adapter.task
         texts = texts if has_tokenizer(texts) else folder
+    saved = read_saved(Path(path), task) or read_saved(folder, task)
+    if saved is not None and saved.is_static:
+        return with_modules(from_static(saved, name), saved)
+    if saved is not None:
+        task = saved.task
+        if adapter is None:
+            folder = texts = saved.transformer_folder
     with _quiet_transformers():
         module, loaded_task, packed = _load(folder, task, adapter)
         peft_model = adapter.apply(module) if adapter is not None else None
@@ -147,7 +158,7 @@ def from_folder(
         if sound or loaded_task == ANSWERS_PICTURES:
             return source
         if source.step_input is None:
-            return _complete_single_pass(folder, texts, source, tokenizer)
+            return _complete_single_pass(folder, texts, source, tokenizer, saved, module.config)
         return _complete_generative(texts, source, source.step_input, tokenizer)
 
 
@@ -166,17 +177,23 @@ def _complete_generative(folder: Path, source: Source, step_input: str, tokenize
     return source
 
 
-def _complete_single_pass(folder: Path, texts: Path, source: Source, tokenizer: bool) -> Source:
-    """Complete a single-pass model with the image processor and modules of its folder, and the tokenizer of `texts`."""
+def _complete_single_pass(
+    folder: Path, texts: Path, source: Source, tokenizer: bool, saved: SavedModel | None, config: Any
+) -> Source:
+    """Complete a single-pass model with the image processor of its folder, and the tokenizer of `texts`.
+
+    saved: modules of sentence-transformers, and their settings. config: the model's own.
+    """
     if PIXELS in source.example:
         processor = load_processor(folder)
         return source if processor is None else with_processor(source, processor)
-    listed = source.task == FEATURES and (folder / MODULES).exists()
-    limits = [source.max_length, length_limit(folder) if listed else None]
+    limits = [source.max_length, saved.max_length if saved is not None else None]
     source = replace(source, max_length=min((n for n in limits if n is not None), default=None))
     if tokenizer and has_tokenizer(texts):
         source = with_tokenizer(source, load_tokenizer(texts))
-    return with_modules(folder, source) if listed else source
+    if source.task == CLASSIFIES:
+        return with_named_activation(source, saved, config)
+    return with_modules(source, saved) if saved is not None else source
 
 
 def _load(

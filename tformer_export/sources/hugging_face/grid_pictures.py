@@ -15,7 +15,7 @@ import torch
 
 from tformer_export.sources.base import eval_mode
 from tformer_export.sources.call.signature import parameters_of
-from tformer_export.sources.hugging_face.images import draw_pictures
+from tformer_export.sources.hugging_face.images import converts_itself, draw_pictures
 from tformer_export.sources.pictures.grid import GridPicturesModule, PatchGrid
 from tformer_export.sources.pictures.one_size import IDS, PIXELS
 from tformer_runtime.base.errors import SourceError
@@ -74,6 +74,7 @@ class GridProcessor:
             scale=float(settings.rescale_factor) if settings.do_rescale else None,
             mean=tuple(settings.image_mean) if settings.do_normalize else (),
             std=tuple(settings.image_std) if settings.do_normalize else (),
+            on_white=converts_itself(settings, 3) and _is_on_white(settings, (grid.width, grid.height)),
         )
 
     def __call__(self, text: Sequence[str], images: Sequence[Any] | None, **options: Any) -> Mapping[str, Any]:
@@ -94,9 +95,17 @@ class GridProcessor:
     def raw(self, text: Sequence[str], images: Sequence[Any] | None, **options: Any) -> Mapping[str, Any]:
         """Return the processor's own outputs for pictures of the size."""
         size, resample = (self._grid.width, self._grid.height), FILTERS.index(self.images.resample)
-        resized = [picture.convert("RGB").resize(size, resample) for picture in images or ()]
+        resized = [self.images.converted(picture).resize(size, resample) for picture in images or ()]
         read: Mapping[str, Any] = self._processor(text=list(text), images=resized or None, **options)
         return read
+
+
+def _is_on_white(processor: Any, size: tuple[int, int]) -> bool:
+    """Return whether an image processor lays transparent pictures on white. Versions of transformers differ."""
+    from PIL import Image
+
+    clear, white = Image.new("RGBA", size, (0, 0, 0, 0)), Image.new("RGB", size, "white")
+    return np.array_equal(*(np.asarray(processor(images=picture)[PIXELS]) for picture in (clear, white)))
 
 
 def check_grid(wrapped: GridPicturesModule, module: Any, processor: GridProcessor) -> None:

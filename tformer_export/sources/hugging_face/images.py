@@ -33,7 +33,7 @@ PICTURE_SIZES = (
     (257, 640),
     (480, 99),
 )  # (height, width) of the pictures that are drawn for the comparison
-PILLOW_MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of these pictures, in their order
+PILLOW_MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of these pictures, in their order; 2 are transparent in part
 ROUNDING_ERROR = 2.0**-22  # relative to the greatest pixel: of a product, a difference and a quotient in float32
 
 
@@ -134,11 +134,13 @@ def read_picture_steps(processor: Any, channels: int) -> ImagePreprocessor:
     ]
     error, best = min(measured, key=lambda pair: pair[0])
     if not error <= 1:
+        difference = f"its pixels are {error:.3g} times what rounding explains from that"
+        difference = difference if np.isfinite(error) else "its pixels have another shape, or are no numbers"
         hint = "" if getattr(processor, "backend", "pil") == "pil" else "load it with Pillow (backend='pil'), "
         raise SourceError(
             f"the image processor {type(processor).__name__} does something else than resize, crop at the centre, "
-            f"scale and normalise (its pixels are {error:.3g} times what rounding explains from that): {hint}prepare "
-            "the images yourself, or describe the preprocessing, preprocessor=image(…)"
+            f"scale and normalise ({difference}): {hint}prepare the images yourself, or describe the preprocessing, "
+            "preprocessor=image(…)"
         )
     return best
 
@@ -194,7 +196,12 @@ def draw_pictures(seed: int = 0) -> list[Any]:
         coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), np.uint8)).resize((width, height))
         noise = random.integers(-40, 41, (height, width, 3))
         values = np.clip(np.asarray(coarse).astype(int) + noise, 0, 255).astype(np.uint8)
-        pictures.append(Image.fromarray(values).convert(mode))
+        picture = Image.fromarray(values).convert(mode)
+        if mode == "RGBA":
+            picture.putalpha(Image.fromarray(values[..., 0]))
+        elif mode == "P":
+            picture.info["transparency"] = picture.getpixel((width // 2, height // 2))
+        pictures.append(picture)
     return pictures
 
 
@@ -230,11 +237,17 @@ def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
     if set(preprocessor.size) == {"longest_edge"}:  # tiles of the size that the encoder reads
         tile, splits = named("max_image_size").get("longest_edge", 0), bool(setting("do_image_splitting"))
         preprocessor = structs.replace(preprocessor, tile=tile, splits=splits)
-    candidates = [preprocessor]
+    backgrounds = [preprocessor]
+    if converts_itself(processor, channels):  # versions of transformers differ in the background
+        backgrounds.insert(0, structs.replace(preprocessor, on_white=True))
+    candidates = list(backgrounds)
     edge, share = preprocessor.size.get("shortest_edge"), setting("crop_pct")
     if edge is not None and share:  # the crop as a share of the resized picture
-        candidates.append(structs.replace(preprocessor, size={"shortest_edge": int(edge / share)}, crop=(edge, edge)))
-        candidates.append(structs.replace(preprocessor, size={"height": edge, "width": edge}))
+        for shape in (
+            {"size": {"shortest_edge": int(edge / share)}, "crop": (edge, edge)},
+            {"size": {"height": edge, "width": edge}},
+        ):
+            candidates += [structs.replace(candidate, **shape) for candidate in backgrounds]
     try:
         for candidate in candidates:
             candidate.check()
@@ -257,13 +270,14 @@ def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expec
 
 
 def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray:
-    """Return the pixels of the processor, (channels, height, width) float32, for the picture in RGB or gray.
+    """Return the pixels of the processor, (channels, height, width) float32.
 
     Tiles have an axis before these.
 
-    transformers' pipelines pass images in RGB. Raises SourceError for a processor that fails.
+    A processor that does not convert pictures itself gets them in RGB, as in transformers' pipelines, or gray. Raises
+    SourceError for a processor that fails.
     """
-    converted = picture.convert("RGB" if channels == 3 else "L")
+    converted = picture if converts_itself(processor, channels) else picture.convert("RGB" if channels == 3 else "L")
     try:
         pixels: np.ndarray = np.asarray(processor(images=converted, return_tensors="np")["pixel_values"])[0]
     except Exception as error:  # a processor may raise anything
@@ -272,6 +286,11 @@ def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray
             f"{error}"
         ) from error
     return pixels.astype(np.float32)
+
+
+def converts_itself(processor: Any, channels: int) -> bool:
+    """Return whether an image processor converts pictures of any mode to RGB."""
+    return channels == 3 and bool(getattr(processor, "do_convert_rgb", False))
 
 
 def _channels(source: Source, name: str) -> int:

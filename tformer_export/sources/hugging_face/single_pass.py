@@ -20,6 +20,7 @@ from tformer_export.common.derived_inputs import padding
 from tformer_export.sources.base import Source, as_float32, eval_mode
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
+from tformer_export.sources.call.signature import parameters_of
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_pipeline
 from tformer_export.sources.task_names import ANSWERS, CLASSES, FILLS, LABELS_TOKENS
@@ -53,31 +54,28 @@ def from_text_model(module: Any, task: str, name: str | None = None) -> Source:
         )
     taken = inspect.signature(module.forward).parameters
     ids = torch.arange(1, 7).reshape(2, 3) % 3
-    example, masks, types = {IDS: ids}, {}, {}
+    example, masks = {IDS: ids}, {}
     if MASK in taken:
         masks[MASK] = padding(IDS, dtype=torch.int64)
         example[MASK] = torch.ones_like(ids)
     constants = {"use_cache": False} if "use_cache" in taken else {}
     single = as_float32(module)
-    if TYPES in taken and _reads_token_types(single, example, constants):
-        types[TYPES] = IDS
-        example[TYPES] = torch.arange(6).reshape(2, 3) % 2
     outputs = OUTPUTS.get(task, ())
     adapter = Adapter(single, list(example), fixed_arguments=constants, output=outputs or None)
     pad = getattr(module.config, "pad_token_id", None)
-    return Source(
+    source = Source(
         module=adapter,
         example=example,
         step_input=None,
         name=name or type(module).__name__,
         task=task,
         masks=masks,
-        token_types=types,
         special_tokens=SpecialTokens(pad_token_id=pad if isinstance(pad, int) else None),
         max_length=_max_positions(single, module.config, constants),
         output_meaning=output_meaning_of(module.config, task),
         outputs=outputs,
     )
+    return _with_token_types(source, returned=False)
 
 
 def output_meaning_of(config: Any, task: str) -> OutputMeaning:
@@ -105,8 +103,8 @@ def output_meaning_of(config: Any, task: str) -> OutputMeaning:
 def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     """Add a transformers tokenizer in memory, in tokenizers' JSON format, and the model's own pipeline with it.
 
-    An input of token types remains only if the tokenizer returns them. Otherwise the model has its default for them,
-    which is not always what tokenizers' JSON format gives for the second text of a pair.
+    Token types are an input only if the tokenizer returns them. Otherwise the model has its default for them, which is
+    not always what tokenizers' JSON format gives for the second text of a pair.
 
     Raises OptionError for other models than single-pass models of one text.
     """
@@ -117,8 +115,8 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
             "single-pass model of one text"
         )
     text, checked = read_encoder_tokenizer(tokenizer)
-    if TYPES not in checked("a", "a"):
-        source = _without_token_types(source)
+    returned = TYPES in checked("a", "a")
+    source = _with_token_types(source, returned) if returned else _without_token_types(source)
     limits = [source.max_length, checked.model_max_length if checked.model_max_length < MIN_UNLIMITED_TOKENS else None]
     max_length = min((n for n in limits if n is not None), default=None)
     module = source.module.module if isinstance(source.module, Adapter) else None
@@ -133,14 +131,43 @@ def with_tokenizer(source: Source, tokenizer: Any) -> Source:
     )
 
 
+def _with_token_types(source: Source, returned: bool) -> Source:
+    """Add an input of token types, if they change the output. Cost: three runs.
+
+    returned: whether the tokenizer returns them. Otherwise ids come without types, which are then zeros in the file; so
+        they are no input of a model that computes something else without them.
+    """
+    adapter, ids = source.module, source.example.get(IDS)
+    if not isinstance(adapter, Adapter) or ids is None or source.token_types or adapter.derived:
+        return source
+    if TYPES not in parameters_of(adapter.module) or TYPES in adapter.fixed_arguments:
+        return source
+    without, zeros, ones = (_output(adapter, source.example, kind) for kind in (None, 0, 1))
+    if zeros is None:
+        return source
+    needs_types = without is None or not torch.allclose(without, zeros, rtol=1e-4, atol=1e-5)
+    has_several = ones is not None and not torch.equal(zeros, ones)
+    if not ((returned or without is None) if needs_types else has_several):
+        return source
+    types = torch.arange(ids.numel()).reshape(ids.shape) % (2 if has_several else 1)
+    source = _with_example(source, {**source.example, TYPES: types})
+    return replace(source, token_types={TYPES: IDS}, needs_types=needs_types)
+
+
 def _without_token_types(source: Source) -> Source:
     """Leave the token types to the model's default, if the tokenizer returns none."""
-    adapter = source.module
-    if not source.token_types or not isinstance(adapter, Adapter):
+    if not source.token_types or not isinstance(source.module, Adapter):
         return source
     example = {name: value for name, value in source.example.items() if name not in source.token_types}
-    adapter = Adapter(adapter.module, list(example), adapter.fixed_arguments, output=adapter.output)
-    return replace(source, module=adapter, example=example, token_types={})
+    return replace(_with_example(source, example), token_types={}, needs_types=False)
+
+
+def _with_example(source: Source, example: dict[str, torch.Tensor]) -> Source:
+    """Return the source with other inputs of its forward."""
+    adapter = source.module
+    assert isinstance(adapter, Adapter)
+    module = Adapter(adapter.module, list(example), adapter.fixed_arguments, output=adapter.output)
+    return replace(source, module=module, example=example)
 
 
 def make_own_pipeline(module: Any, tokenizer: Any, task: str, outputs: tuple[str, ...] = ()) -> Pipeline | None:
@@ -180,17 +207,14 @@ def make_own_pipeline(module: Any, tokenizer: Any, task: str, outputs: tuple[str
     return answer
 
 
-def _reads_token_types(module: nn.Module, example: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> bool:
-    """Return whether token types change the output. Cost: two runs."""
-    ids = example[IDS]
+def _output(adapter: Adapter, example: Mapping[str, torch.Tensor], kind: int | None) -> torch.Tensor | None:
+    """Return the output for token types that are all `kind`, or that are left out; None if forward fails."""
+    types = {} if kind is None else {TYPES: torch.full_like(example[IDS], kind)}
     try:
-        with eval_mode(module), torch.no_grad():
-            one, other = (
-                choose_output(module(**example, **constants, **{TYPES: torch.full_like(ids, kind)})) for kind in (0, 1)
-            )
-    except (IndexError, RuntimeError):  # the model has one type
-        return False
-    return not torch.equal(one, other)
+        with eval_mode(adapter.module), torch.no_grad():
+            return choose_output(adapter.module(**example, **adapter.fixed_arguments, **types))
+    except Exception:  # forward may raise anything
+        return None
 
 
 def _max_positions(module: nn.Module, config: Any, constants: Mapping[str, Any]) -> int | None:

@@ -96,6 +96,7 @@ const requestInput = object({
   pad: id,
   maxLength: nullable(count),
   vocabulary: nullable(count),
+  required: boolean,
 });
 const extraOutput = object({ ...tensor, kind: oneOf(CROSS_ATTENTIONS, ATTENTIONS, HIDDEN_STATES) });
 const cacheSpec = object({ past: name, present: name, dtype, shape, inPlace: boolean });

@@ -2,7 +2,7 @@
  * From a decoded picture to pixels, as transformers' image processors compute them.
  *
  * resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. The picture is
- * first converted to RGB or gray with Pillow's formula. Decoding a file is the browser's work: `createImageBitmap`, which
+ * first converted to RGB or gray with Pillow's formulas. Decoding a file is the browser's work: `createImageBitmap`, which
  * rotates by the EXIF data, and `getImageData` of a canvas.
  */
 
@@ -50,6 +50,7 @@ const edge = integer(1, MAX_TARGET_EDGE);
  * channels: 3 (RGB) or 1 (gray).
  * tile: the edge of square tiles into which the resized image is made; 0 for none.
  * splits: whether an image is cut into tiles (`cut`). Otherwise it is resized to one.
+ * onWhite: whether a transparent image is laid on white. Otherwise its colours are taken as they are.
  */
 const imageSettings = object({
   size: mapping(edge),
@@ -61,6 +62,7 @@ const imageSettings = object({
   channels: integer(1, 3),
   tile: integer(0, MAX_TARGET_EDGE),
   splits: boolean,
+  onWhite: boolean,
 });
 
 /** How images become pixels. The fields are those of the manifest. */
@@ -113,7 +115,7 @@ export class ImagePreprocessor {
    */
   tiles(image: ImageInput): { pixels: Pixels; grid: Grid } {
     const { tile, splits, resample } = this.settings;
-    let picture = this.resized(converted(image, this.settings.channels));
+    let picture = this.resized(converted(image, this.settings.channels, this.settings.onWhite));
     if (!tile) return { pixels: this.values([picture]), grid: NO_GRID };
     let parts = [picture];
     let grid = NO_GRID;
@@ -239,8 +241,19 @@ function cropBegin(size: number, target: number): number {
   return target > size ? -Math.floor((target - size + 1) / 2) : Math.floor((size - target) / 2);
 }
 
+/** Return pixels of RGB and alpha on white, by Pillow's formula with 7 bits more than a byte. */
+function laidOnWhite(pixels: Uint8Array): Uint8Array<ArrayBuffer> {
+  const result = new Uint8Array(pixels.length);
+  for (let i = 0; i < pixels.length; i++) {
+    const alpha = pixels[i | 3];
+    const sum = 128 * (pixels[i] * alpha + 255 * (255 - alpha)) + 128 * 128;
+    result[i] = (((sum >> 8) + sum) >> 8) >> 7;
+  }
+  return result;
+}
+
 /** Return an image as a picture with 3 channels (RGB) or 1 (gray). Throw InputError for one that is none. */
-function converted(image: ImageInput, channels: number): Picture {
+function converted(image: ImageInput, channels: number, onWhite: boolean): Picture {
   if (!isPicture(image)) {
     throw new InputError(
       "an image is a decoded picture such as ImageData: data (a Uint8Array), width and height. Decode a file with " +
@@ -270,7 +283,8 @@ function converted(image: ImageInput, channels: number): Picture {
       `an image has 1, 3 or 4 values for each pixel, and this one has ${data.length} for ${width} × ${height} pixels`,
     );
   }
-  const bytes = new Uint8Array(data.buffer, data.byteOffset, data.length);
+  let bytes = new Uint8Array(data.buffer, data.byteOffset, data.length);
+  if (onWhite && given === 4) bytes = laidOnWhite(bytes);
   if (given === channels) return { data: bytes, width, height, channels };
   const picture = new Uint8Array(pixels * channels);
   for (let i = 0, from = 0; i < pixels; i++, from += given) {

@@ -49,6 +49,11 @@ export function isPair(value: unknown): value is Pair {
   return Array.isArray(value) && value.length === 2 && value.every((part) => typeof part === "string");
 }
 
+/** Return whether a value is a text or a pair of texts. */
+function isText(value: unknown): value is string | Pair {
+  return typeof value === "string" || isPair(value);
+}
+
 /** Return whether an input is one number for each row, such as the id of a speaker. */
 function isNumber(spec: RequestInput): boolean {
   return spec.shape.length === 2 && spec.shape[1] === 1;
@@ -225,8 +230,12 @@ export class Inputs {
   /** Return the arrays of the inputs of a single-pass model. truncate: cut a text that is too long. */
   async singlePassArrays(input: Input, truncate = false): Promise<Sources> {
     const specs = this.manifest.encode!.inputs;
-    const typeInputs = new Map(specs.filter((spec) => spec.role === "types").map((spec) => [spec.of, spec.name]));
-    const values = this.byName(specs, input, [...typeInputs.values()]);
+    const typeInputs = new Map(specs.filter((spec) => spec.role === "types").map((spec) => [spec.of, spec]));
+    const values = this.byName(
+      specs,
+      input,
+      [...typeInputs.values()].map((spec) => spec.name),
+    );
     const arrays = new Map<string, NumberArray>();
     for (const spec of specs) {
       if (spec.role === "data" || (spec.role === "ids" && !isSequence(spec))) {
@@ -236,9 +245,17 @@ export class Inputs {
       } else if (spec.role === "ids") {
         const { ids, types } = this.read(spec, values[spec.name], truncate);
         arrays.set(spec.name, numberArray(ids, [ids.length]));
-        const name = typeInputs.get(spec.name);
-        if (name === undefined) continue;
-        const own = Object.hasOwn(values, name) ? this.types(name, values[name], spec, ids, truncate) : types;
+        const ofIds = typeInputs.get(spec.name);
+        if (ofIds === undefined) continue;
+        const { name, required } = ofIds;
+        const isGiven = Object.hasOwn(values, name);
+        if (required && !isGiven && !isText(values[spec.name])) {
+          throw new InputError(
+            `the model reads ${name} next to the ids of ${spec.name}, and computes something else without them: give ` +
+              "a number for each id",
+          );
+        }
+        const own = isGiven ? this.types(name, values[name], spec, ids, truncate) : types;
         arrays.set(name, numberArray(own, [own.length]));
       }
     }
@@ -301,7 +318,7 @@ export class Inputs {
     const maxTokens = truncate ? spec.maxLength : undefined;
     let ids: Int32Array;
     let types: Int32Array;
-    if (typeof value === "string" || isPair(value)) {
+    if (isText(value)) {
       const index = this.manifest.tokenizerOf.get(spec.name);
       if (index === undefined) throw new InputError(`the file has no tokenizer for ${spec.name}: give ids`);
       const cut = (text: string) => this.readable(spec.name, text, maxTokens !== undefined);

@@ -14,6 +14,7 @@ const PLAIN = {
   channels: 3,
   tile: 0,
   splits: false,
+  on_white: false,
 };
 
 function of(settings: object): ImagePreprocessor {
@@ -79,6 +80,12 @@ test("A half is rounded to the even number, as Python's round does", () => {
 test("Alpha is dropped", () => {
   const data = Uint8Array.of(1, 2, 3, 0, 4, 5, 6, 255);
   expect([...of(PLAIN).pixels({ data, width: 2, height: 1 }).data]).toEqual([1, 4, 2, 5, 3, 6]);
+});
+
+test("Transparent pixels are laid on white if the file says so", () => {
+  const data = Uint8Array.of(1, 2, 3, 0, 4, 5, 6, 255);
+  const { data: numbers } = of({ ...PLAIN, on_white: true }).pixels({ data, width: 2, height: 1 });
+  expect([...numbers]).toEqual([255, 4, 255, 5, 255, 6]);
 });
 
 test("A value that is no picture is refused with what to do", () => {

@@ -32,6 +32,7 @@ def random_settings(rng: np.random.Generator) -> ImagePreprocessor:
         "crop": (edge(rng), edge(rng)) if rng.random() < 0.5 else (),
         "scale": [None, 1 / 255, 1 / 127.5][rng.integers(3)],
         "channels": channels,
+        "on_white": bool(rng.random() < 0.5),
     }
     if rng.random() < 0.3:
         fields |= {"tile": int(rng.integers(6, 16)), "splits": bool(rng.random() < 0.7), "crop": ()}
