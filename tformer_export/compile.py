@@ -59,12 +59,11 @@ from tformer_export.lowering.manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.passes import run_passes
-from tformer_export.passes.names import CONTEXT, ENCODED
 from tformer_export.sources import Source
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.difference_locator import DifferenceLocator
-from tformer_export.staging.emitter import ContextTensor, Program, axis_names
+from tformer_export.staging.emitter import CONTEXT, ENCODED, ContextTensor, Program, axis_names
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe

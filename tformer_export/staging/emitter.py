@@ -27,6 +27,8 @@ from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
 
 MAX_POSITIONS = 1 << 24  # of an input of a single-pass model, whose length is not limited
+CONTEXT = "context."  # prefix of the decode inputs for the context
+ENCODED = ".encoded"  # suffix of an encode output; its stem is the name of the decode input that it becomes
 
 
 @dataclass(frozen=True)
