@@ -392,7 +392,7 @@ def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) ->
 
 def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Target, forms: KernelForms) -> CompiledModel:
     """Join both stages into one model, run the passes of these kernel forms, and describe it in a manifest."""
-    staged, series = lowered.staged, analysed.series
+    staged, series, graph = lowered.staged, analysed.series, analysed.graph
     model = assemble(*(stage and stage.clone() for stage in lowered.models))
     passes = run_passes(model, staged.max_length, forms, analysed.target, analysed.source.packed_weights)
     target.check(model)
@@ -403,14 +403,14 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.inputs,
         max_length=staged.max_length,
         target=analysed.target,
+        min_lengths={axis_names(graph, meta(graph.inputs[name]))[axis]: n for (name, axis), n in graph.needed.items()},
         shares_context=passes.get("shared_encoder_context", 0) > 0,
         series=series,
     )
     caches = tuple(staged.decode.caches) if staged.decode else ()
     extras = (*analysed.extras[0], *analysed.extras[1])
-    locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
+    locator = DifferenceLocator(graph, staged.contexts, caches, extras)
     counts = {"attentions": analysed.recognition.count, **lowered.counts, **passes}
-    graph = analysed.graph
     is_limit = graph.time is not None and manifest.max_length == graph.time_limit
     return CompiledModel(
         model,

@@ -65,7 +65,7 @@ from tformer_runtime.base.validation import MAX_THREADS
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 9
+MANIFEST_VERSION = 10
 OLDEST_VERSION = 8  # that this runtime reads
 
 STAGE_INPUT = "stage.decode"
@@ -198,6 +198,8 @@ class EncodeStage(Struct, frozen=True):
     ragged: for a single-pass model, whether a batch may have rows of different lengths. If not, padding would change
         the results, and only rows of one size run together.
     derived_lengths: lengths of the output axes that are not an input's, by axis name.
+    min_lengths: name of a free axis of the inputs → the least length of a row there, where it is more than 1. Axes of
+        one name have one length in each row.
     """
 
     inputs: tuple[RequestInput, ...]
@@ -205,6 +207,7 @@ class EncodeStage(Struct, frozen=True):
     extras: tuple[ExtraOutput, ...] = ()
     ragged: bool = False
     derived_lengths: Mapping[str, DerivedLength] = field(default_factory=dict)
+    min_lengths: Mapping[str, Count] = field(default_factory=dict)
 
 
 class ShortlistSpec(Struct, frozen=True):
@@ -460,7 +463,17 @@ class Manifest(Struct, frozen=True):
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"
             )
-        if version == 8 and "devices" not in data:  # version 9 added them
-            devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
-            data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
-        return read_typed(cls, data, "the file's tformer manifest is damaged")
+        return read_typed(cls, _upgraded(data), "the file's tformer manifest is damaged")
+
+
+def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest of an earlier version with the fields that later versions have added."""
+    if data["version"] == 8 and "devices" not in data:
+        devices = DEVICES_OF_TARGET.get(str(data.get("target")), ())
+        data |= {"devices": list(devices if data.get("precision") == "fp32" else devices[:1]), "version": 9}
+    if data["version"] == 9:
+        encode = data.get("encode")
+        if isinstance(encode, dict):
+            encode.setdefault("min_lengths", {})
+        data |= {"version": 10}
+    return data

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, UnsupportedCallError, quotable
 from tformer_runtime.format.manifest import Manifest, RequestInput
-from tformer_runtime.format.sizes import input_and_output_sizes
+from tformer_runtime.format.sizes import check_row, input_and_output_sizes
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.chat_template import (
     Message,
@@ -345,7 +345,14 @@ class Inputs:
 
     def _sources(self, specs: Sequence[RequestInput], input: Input) -> dict[str, Array]:
         values = self._by_name(specs, input)
-        return {spec.name: self._source(spec, values[spec.name]) for spec in specs if spec.role != "mask"}
+        sources = {spec.name: self._source(spec, values[spec.name]) for spec in specs if spec.role != "mask"}
+        self.check_row(sources)
+        return sources
+
+    def check_row(self, sources: Mapping[str, Array]) -> None:
+        """Raise InputError for a row that is too short, or whose inputs must be equally long and are not."""
+        if self._manifest.encode is not None:
+            check_row(self._manifest.encode.inputs, self._manifest.encode.min_lengths, sources)
 
     def _by_name(
         self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()

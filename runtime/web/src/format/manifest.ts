@@ -48,7 +48,7 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 9;
+export const MANIFEST_VERSION = 10;
 export const OLDEST_VERSION = 8; // that this runtime reads
 
 export const STAGE_INPUT = "stage.decode";
@@ -115,6 +115,7 @@ const encodeStage = object({
   extras: list(extraOutput),
   ragged: boolean,
   derivedLengths: mapping(derivedLength),
+  minLengths: mapping(count),
 });
 const shortlistSpec = object({ dtype, inner: count, common: index, each: index, measured: mapping(anything) });
 const decodeStage = object({
@@ -217,7 +218,7 @@ export function manifestFromJson(json: string): Manifest {
         `${MANIFEST_VERSION}): export the model again`,
     );
   }
-  return readTyped(manifest, withDevices(data as JsonObject), "the file's tformer manifest is damaged");
+  return readTyped(manifest, withLengths(withDevices(data as JsonObject)), "the file's tformer manifest is damaged");
 }
 
 type JsonObject = Readonly<Record<string, unknown>>;
@@ -228,6 +229,14 @@ function withDevices(data: JsonObject): JsonObject {
   const target = String(data["target"]);
   const devices = Object.hasOwn(DEVICES_OF_TARGET, target) ? DEVICES_OF_TARGET[target] : [];
   return { ...data, devices: data["precision"] === "fp32" ? devices : devices.slice(0, 1), version: 9 };
+}
+
+/** Return a manifest with the least lengths that version 10 has added. */
+function withLengths(data: JsonObject): JsonObject {
+  const encode = data["encode"] as JsonObject | null | undefined;
+  if (data["version"] !== 9) return data;
+  const isStage = typeof encode === "object" && encode !== null && !("min_lengths" in encode);
+  return { ...data, ...(isStage ? { encode: { ...encode, min_lengths: {} } } : {}), version: 10 };
 }
 
 /** Return whether a cache has no slots: it holds a value after the last token, and none of earlier tokens. */
