@@ -153,7 +153,7 @@ class InputDraws:
                 drawn[name] = np.array(self._requests % (len(self.source.adapters) + 1))
                 continue
             facts, axes = self.inputs[name], self.source.axes.get(name, (0, 1))
-            longest, own = facts.max_length if 1 in axes else value.shape[1], length
+            longest, own = self._longest(facts) if 1 in axes else value.shape[1], length
             if 1 in axes and self.series is None:  # the runtime makes the inputs of a series of one history
                 own = lengths.setdefault(facts.traced_length, _other_length(length, len(lengths)))
             is_padded = any(mask.of == name for mask in self.source.masks.values())
@@ -161,12 +161,17 @@ class InputDraws:
             size = max(size, facts.min_length)
             if name in self.source.min_lengths and 1 in axes:  # half of the model's minimum for each position
                 size = max(self.source.min_lengths[name], self.source.min_lengths[name] * own // 2)
-                size = min(size, facts.max_length or size)
+                size = min(size, longest or size)
             size = items if name in self.source.placeholders else size
             if self.series is not None and name == self.series.input:
                 size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
             drawn[name] = self.draw(name, size)
         return drawn
+
+    def _longest(self, facts: InputFacts) -> int | None:
+        """Return the maximum length of an input and of those whose lengths have to equal its own; None for no limit."""
+        equal = [other for other in self.inputs.values() if other.traced_length == facts.traced_length]
+        return min((other.max_length for other in equal if other.max_length is not None), default=None)
 
 
 def _other_length(length: int, number: int) -> int:
