@@ -13,7 +13,6 @@ from tformer_export.verify.torch_reference import Reference
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
-
 MAX_LONGER = 64  # the length of an input up to which another one may be longer
 
 

@@ -34,8 +34,8 @@ def check_row(specs: Sequence[RequestInput], min_lengths: Mapping[str, int], sou
             other, length = found.setdefault(axis, (spec.name, size))
             if size != length:
                 raise InputError(
-                    f"the inputs {other} and {spec.name} are {length} and {size} long, and the model needs them equally "
-                    "long"
+                    f"the inputs {other} and {spec.name} are {length} and {size} long, and the model needs them "
+                    "equally long"
                 )
 
 
