@@ -20,7 +20,6 @@ from tformer_export.analysis.determinism import (
     rehearse,
     warm_up,
 )
-from tformer_export.analysis.independent_lengths import separate_lengths
 from tformer_export.analysis.last_position import keep_all_positions
 from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.selected_rows import keep_all_rows
@@ -57,6 +56,7 @@ from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
 from tformer_export.common.fx_nodes import DENSE_SIZES, expression, is_sized_by_data, line_of_trace, meta, source_line
 from tformer_export.common.module_state import restored, unchanged
 from tformer_export.sources import Source
+from tformer_export.sources.call.independent_lengths import separate_lengths
 from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.tables import DEFAULT_LENGTH
 from tformer_runtime.base.errors import UnsupportedModelError

@@ -11,7 +11,6 @@ einsum              Einstein sums as matrix products
 attention_weights   weights of attention as extra outputs
 batch_axes          the axis of the rows
 input_facts         vocabulary, padding and maximum length of each input
-independent_lengths lengths of inputs that are equal in the example alone
 size_branches       code that depends on a size
 determinism         refusal of results that depend on chance or on earlier calls
 row_independence    refusal of operations through which a row of a batch can change another

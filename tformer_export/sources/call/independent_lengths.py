@@ -16,7 +16,7 @@ import torch
 
 from tformer_export.common.example_sizes import resized, size_groups
 from tformer_export.common.module_state import restored
-from tformer_export.sources import Source
+from tformer_export.sources.base import Source
 
 Axis = tuple[str, int]
 Unit = tuple[Axis, ...]  # axes that have one length by their roles: of an input, its masks and its token types

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tformer_export import padding
-from tformer_export.analysis.independent_lengths import separate_lengths
 from tformer_export.sources import Source
+from tformer_export.sources.call.independent_lengths import separate_lengths
 
 LENGTH, WIDTH = 7, 8
 
