@@ -403,7 +403,10 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.inputs,
         max_length=staged.max_length,
         target=analysed.target,
-        min_lengths={axis_names(graph, meta(graph.inputs[name]))[axis]: n for (name, axis), n in graph.needed.items()},
+        min_lengths={
+            str(axis_names(graph, meta(graph.inputs[name]))[axis]): least
+            for (name, axis), least in graph.needed.items()
+        },
         shares_context=passes.get("shared_encoder_context", 0) > 0,
         series=series,
     )
