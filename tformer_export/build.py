@@ -24,6 +24,7 @@ from tformer_export.common.onnx_writer import save
 from tformer_export.compile import AnalysedModel, CompiledModel, analyse
 from tformer_export.lowering.manifest import with_half_precision
 from tformer_export.options import ExportOptions, no_encoder
+from tformer_export.passes.check_graph import check_rewrite
 from tformer_export.passes.half import emulate_half_on_cpu
 from tformer_export.passes.half.half_precision import HALVES
 from tformer_export.passes.half.half_precision import run as run_half
@@ -221,12 +222,14 @@ def _round_to_half(verified: _VerifiedModel, half: str, folder: Path, clock: Pha
     with clock.phase("half"):
         model = verified.compiled.model
         counts = {**verified.compiled.counts, "half": run_half(model, precision)}
+        check_rewrite(model, "half_precision")
         manifest = with_half_precision(verified.compiled.manifest, model, half)
         compiled = replace(verified.compiled, manifest=manifest, counts=counts)
         judged, name = model, "half.onnx"
         if find_missing_cuda():
             judged, name = judged.clone(), "on_cpu.onnx"
             emulate_half_on_cpu.run(judged)
+            check_rewrite(judged, "emulate_half_on_cpu")
         written = save(judged, manifest, folder / name)
     with clock.phase("verify"), unchanged(gate.source.module):
         rounded = functools.partial(precision.add_rounding_error, random=torch.Generator().manual_seed(0))

@@ -60,12 +60,11 @@ from tformer_export.lowering.manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.passes import run_passes
-from tformer_export.passes.names import CONTEXT, ENCODED
 from tformer_export.sources import Source
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
 from tformer_export.staging.difference_locator import DifferenceLocator
-from tformer_export.staging.emitter import ContextTensor, Program, axis_names
+from tformer_export.staging.emitter import CONTEXT, ENCODED, ContextTensor, Program, axis_names
 from tformer_export.staging.encode import EncodeEmitter
 from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
@@ -394,7 +393,7 @@ def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) ->
 
 def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Target, forms: KernelForms) -> CompiledModel:
     """Join both stages into one model, run the passes of these kernel forms, and describe it in a manifest."""
-    staged, series = lowered.staged, analysed.series
+    staged, series, graph = lowered.staged, analysed.series, analysed.graph
     model = assemble(*(stage and stage.clone() for stage in lowered.models))
     source = analysed.source
     passes = run_passes(model, staged.max_length, forms, analysed.target, source.packed_weights, analysed.half)
@@ -406,12 +405,16 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.inputs,
         max_length=staged.max_length,
         target=analysed.target,
+        min_lengths={
+            str(axis_names(graph, meta(graph.inputs[name]))[axis]): least
+            for (name, axis), least in graph.needed.items()
+        },
         shares_context=passes.get("shared_encoder_context", 0) > 0,
         series=series,
     )
     caches = tuple(staged.decode.caches) if staged.decode else ()
     extras = (*analysed.extras[0], *analysed.extras[1])
-    locator = DifferenceLocator(analysed.graph, staged.contexts, caches, extras)
+    locator = DifferenceLocator(graph, staged.contexts, caches, extras)
     counts = {"attentions": analysed.recognition.count, **lowered.counts, **passes}
     cause, line = _length_cause(analysed, staged.max_length)
     manifest = structs.replace(manifest, max_length_cause=cause)  # a line has a path of this machine

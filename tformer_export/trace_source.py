@@ -25,6 +25,7 @@ from tformer_export.analysis.placeholders import place_by_count
 from tformer_export.analysis.selected_rows import keep_all_rows
 from tformer_export.analysis.size_branches import (
     check_guards,
+    find_needed_lengths,
     gives,
     gives_at,
     limit_by_branches,
@@ -55,6 +56,7 @@ from tformer_export.common.example_sizes import DRAWN_LENGTH_FACTOR, size_groups
 from tformer_export.common.fx_nodes import DENSE_SIZES, expression, is_sized_by_data, line_of_trace, meta, source_line
 from tformer_export.common.module_state import restored, unchanged
 from tformer_export.sources import Source
+from tformer_export.sources.call.independent_lengths import separate_lengths
 from tformer_export.sources.call.one_row import RowByRow
 from tformer_export.staging.tables import DEFAULT_LENGTH
 from tformer_runtime.base.errors import UnsupportedModelError
@@ -87,6 +89,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     try:
         with unchanged(source.module):
             check_stated_ids(source, warm_up(source, source.example))
+            source = separate_lengths(source)
             graph = trace_source(source, hidden_states, max_length)
         if not graph.at_one_length and (passed := runs_beyond(graph, source)):
             graph = _trace_beyond(source, graph, passed, hidden_states, max_length)
@@ -101,6 +104,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
     refuse_random(graph, rehearse(source))
     limit_by_counted_positions(graph, source, max_length or source.max_length or DEFAULT_LENGTH)
     refuse_short_limits(graph, source)
+    find_needed_lengths(graph, source)
     return CapturedModel(source, graph, gives_last=keep_all_positions(graph))
 
 

@@ -32,6 +32,8 @@ class InputFacts:
     max_length: the maximum length; None without a limit.
     table_length: the same, as far as the graph determines it: the length of its shortest table of positions.
     tests_pad: whether forward itself asks which ids are the padding.
+    min_length: the least length at which forward runs.
+    traced_length: the length in the trace. Inputs whose lengths have to be equal have one, and others have another.
     """
 
     ids: int | None
@@ -41,6 +43,8 @@ class InputFacts:
     max_length: int | None
     tests_pad: bool = False
     table_length: int | None = None
+    min_length: int = 1
+    traced_length: int | None = None
 
 
 def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, InputFacts]:
@@ -76,6 +80,8 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
             max_length=limit,
             table_length=table_length,
             tests_pad=pad in tested_ids,
+            min_length=captured.needed.get((name, 1), 1),
+            traced_length=captured.example[name].shape[1] if meta(node).dim() > 1 else None,
         )
     for name, of in source.token_types.items():  # they are padded like the ids to which they belong
         facts[name] = replace(facts[name], pad=0, masked=facts[of].masked, max_length=facts[of].max_length)

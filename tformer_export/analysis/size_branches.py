@@ -269,6 +269,27 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
             _refuse_other_course(captured, source, axes, size, line or "", may_fail=least == 2, below=True)
 
 
+def find_needed_lengths(captured: CapturedGraph, source: Source) -> None:
+    """Set the least lengths of the request inputs at which forward runs, in place.
+
+    A kernel or a patch needs as many positions as it has. The graph may give numbers for fewer, where forward raises.
+
+    Cost: a run of forward with one row for each length of an input; of inputs that need many positions, one for each
+    halving of the length.
+    """
+    for symbol in _free_symbols(captured) - captured.batch - {captured.time}:
+        axes = [(name, axis) for name, axis in _length_axes(captured, symbol) if name not in source.placeholders]
+        example = captured.example[axes[0][0]].shape[axes[0][1]] if axes else 0
+
+        def fails(size: int, axes: list[tuple[str, int]] = axes) -> bool:
+            return _run(source, _sized(captured.example, axes, size)) is None
+
+        if example < 2 or not fails(1) or fails(example):
+            continue
+        least = 2 + bisect_left(range(2, example), True, key=lambda size: not fails(size))
+        captured.needed.update(dict.fromkeys(axes, least))
+
+
 def _refuse_other_course(
     captured: CapturedGraph,
     source: Source,

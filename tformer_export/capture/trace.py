@@ -118,6 +118,7 @@ class CapturedGraph:
     least: symbol → the least value for which torch.export vouches, if that is above 2.
     least_lines: symbol → the user's line that set it.
     guards: condition on sizes that holds in the trace → the user's line that asked for it, or "".
+    needed: input and axis → the least length at which forward runs, where it is more than 1.
     at_one_length: whether the module runs at its greatest length for sequences of any length.
     """
 
@@ -136,6 +137,7 @@ class CapturedGraph:
     least: dict[sympy.Symbol, int] = field(default_factory=dict)
     least_lines: dict[sympy.Symbol, str] = field(default_factory=dict)
     guards: dict[sympy.Basic, str] = field(default_factory=dict)
+    needed: dict[tuple[str, int], int] = field(default_factory=dict)
     at_one_length: bool = False
 
     @property

@@ -24,16 +24,20 @@ def distinct_sizes(
     The lengths are greater by DRAWN_LENGTH_FACTOR · min_length, where min_length is the number of positions that the
     model needs. Axes of request inputs that have equal sizes in the example get equal sizes.
     """
-    sizes = {}
+    sizes: dict[tuple[str, int], int] = {}
     for number, group in enumerate(size_groups(example, axes, step_input)):
         length = FIRST_LENGTH + 2 * (number - 1) + DRAWN_LENGTH_FACTOR * min_length
         sizes.update(dict.fromkeys(group, length if number else batch_size))
-    sized = {}
-    for name, value in example.items():
-        for axis in axes[name]:
-            value = value.index_select(axis, torch.arange(sizes[name, axis]) % value.shape[axis])
-        sized[name] = value.contiguous()
-    return sized
+    return resized(example, sizes)
+
+
+def resized(example: Mapping[str, torch.Tensor], sizes: Mapping[tuple[str, int], int]) -> dict[str, torch.Tensor]:
+    """Repeat or cut the example. sizes: an input and an axis → its new size."""
+    values = dict(example)
+    for (name, axis), size in sizes.items():
+        value = values[name]
+        values[name] = value.index_select(axis, torch.arange(size) % value.shape[axis])
+    return {name: value.contiguous() for name, value in values.items()}
 
 
 def size_groups(

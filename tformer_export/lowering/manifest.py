@@ -40,16 +40,20 @@ def describe(
     *,
     max_length: int,
     target: str,
+    min_lengths: Mapping[str, int],
     shares_context: bool = False,
     series: SeriesPreprocessor | None = None,
 ) -> Manifest:
-    """Return the manifest, except for quantisation and parity, which are known later."""
+    """Return the manifest, except for quantisation and parity, which are known later.
+
+    min_lengths: name of a free axis → the least length of a row there, where it is more than 1.
+    """
     texts = list(dict.fromkeys(source.tokenizers.values()))
     return Manifest(
         task=source.task,
         output_meaning=source.output_meaning,
         max_length=max_length,
-        encode=_encode(source, encode, inputs) if encode else None,
+        encode=_encode(source, encode, inputs, min_lengths) if encode else None,
         decode=_decode(decode, inputs, shares_context, source.special_tokens) if decode else None,
         special_tokens=source.special_tokens,
         tokenizers=tuple(texts),
@@ -83,7 +87,9 @@ def with_half_precision(manifest: Manifest, model: ir.Model, precision: str) -> 
     return replace(manifest, encode=encode, decode=decode, precision=precision, devices=manifest.devices[:1])
 
 
-def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) -> EncodeStage:
+def _encode(
+    source: Source, program: Program, inputs: Mapping[str, InputFacts], min_lengths: Mapping[str, int]
+) -> EncodeStage:
     """Describe the encode stage: its inputs with their roles and padding, and its outputs."""
     request_inputs = []
     for port in program.inputs:
@@ -107,6 +113,7 @@ def _encode(source: Source, program: Program, inputs: Mapping[str, InputFacts]) 
         _extras(program),
         ragged=can_be_cropped and all(is_masked),
         derived_lengths=program.derived_lengths,
+        min_lengths={axis: size for axis, size in min_lengths.items() if axis in known_axes},
     )
 
 

@@ -23,6 +23,7 @@ from tformer_export.common.kernel_choices import (
 )
 from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.passes import (
+    check_graph,
     decompose_attention,
     drop_reshapes,
     fold_attention_scale,
@@ -151,10 +152,13 @@ def run_passes(
 ) -> dict[str, int]:
     """Run the passes of a file in their order, and return how many places each of them changed, by its name.
 
-    A pass that does not apply has 0. For the arguments see `PassSettings`.
+    A pass that does not apply has 0. For the arguments see `PassSettings`. Raises UnsupportedModelError with the name
+    of the pass after which the graph is invalid.
     """
     settings = PassSettings(max_length, forms, target, packed, half)
+    ports = check_graph.ports_of(model)
     counts: dict[str, int] = {}
     for one_pass in PASSES:
         counts[one_pass.name] = counts.get(one_pass.name, 0) + one_pass.run(model, settings)
+        check_graph.check_rewrite(model, one_pass.name, ports)
     return counts

@@ -58,9 +58,9 @@ def run(model: ir.Model) -> int:
             projection = _projection(node)
             if projection is not None:
                 groups[node.inputs[0]].append(projection)  # type: ignore[index]
-        for source, group in groups.items():
+        for group in groups.values():
             if 1 < len(group) <= MAX_MERGED_PROJECTIONS:
-                _merge(model, graph, source, group)
+                _merge(model, graph, group)
                 merged += len(group) - 1
     return merged
 
@@ -74,9 +74,11 @@ def _projection(node: ir.Node) -> _Projection | None:
     return projection
 
 
-def _merge(model: ir.Model, graph: ir.Graph, source: ir.Value, group: list[_Projection]) -> None:
-    """Replace projections of `source` by one product, and split its result where no attention takes it packed."""
+def _merge(model: ir.Model, graph: ir.Graph, group: list[_Projection]) -> None:
+    """Replace projections of one value by one product, and split its result where no attention takes it packed."""
     first = group[0].product
+    source = first.inputs[0]  # read here: the merge of another group may have replaced the value of this one
+    assert source is not None
     name = str(first.outputs[0].name)
     new_nodes = _merged_product(model, source, group, name)
     result = new_nodes[-1].outputs[0]

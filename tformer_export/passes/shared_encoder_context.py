@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant, replace_value
 from tformer_export.passes import remove_unused
-from tformer_export.passes.names import CONTEXT
+from tformer_export.staging.emitter import CONTEXT
 
 KEY, VALUE, BIAS = 1, 2, 5  # inputs of MultiHeadAttention
 

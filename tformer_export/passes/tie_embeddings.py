@@ -27,6 +27,7 @@ def run(model: ir.Model) -> int:
                 model.graph.insert_before(model.graph[0], transpose)
                 value.replace_all_uses_with(transpose.outputs[0])
                 del model.graph.initializers[str(value.name)]
+                tables.pop(value, None)  # a table that is the transpose of another one
                 tied_count += 1
                 break
     return tied_count

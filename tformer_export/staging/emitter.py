@@ -27,6 +27,8 @@ from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
 
 MAX_POSITIONS = 1 << 24  # of an input of a single-pass model, whose length is not limited
+CONTEXT = "context."  # prefix of the decode inputs for the context
+ENCODED = ".encoded"  # suffix of an encode output; its stem is the name of the decode input that it becomes
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def _has_equal_parts(split: Node) -> bool:
 def axis_names(captured: CapturedGraph, value: torch.Tensor) -> tuple[int | str, ...]:
     """Return the axes of a request input: "batch", a size, or a name for each free length.
 
-    Equal names are equal sizes.
+    Equal names are equal sizes. Lengths that forward needs equal have one name, and one size in the trace.
     """
     return tuple(_axis_name(captured, size) for size in value.shape)
 
@@ -244,11 +246,17 @@ def _axis_name(captured: CapturedGraph, size: Any) -> int | str:
     expr = size.node.expr
     if expr in captured.batch:
         return manifest.BATCH_AXIS
+    places = [(name, axis) for name, node in captured.inputs.items() for axis in range(1, meta(node).dim())]
+    traced = {
+        captured.example[name].shape[axis]
+        for name, axis in places
+        if expression(meta(captured.inputs[name]).shape[axis]) == expr
+    }
     owners = (
         f"{name}_length" if axis == 1 else f"{name}_axis{axis}"
-        for name, node in captured.inputs.items()
-        for axis, other in enumerate(meta(node).shape)
-        if expression(other) == expr
+        for name, axis in places
+        if captured.example[name].shape[axis] in traced
+        and expression(meta(captured.inputs[name]).shape[axis]).is_Symbol
     )
     return next(owners, str(expr))
 

@@ -13,6 +13,8 @@ from tformer_export.verify.torch_reference import Reference
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 
+MAX_LONGER = 64  # the length of an input up to which another one may be longer
+
 
 class InputDraws:
     """Draws random inputs. Padding is never among the ids.
@@ -141,6 +143,7 @@ class InputDraws:
         items: the number of items of an input whose items have placeholders.
         """
         drawn = {}
+        lengths: dict[int | None, int] = {}  # length in the trace → length here
         for name, value in self.source.example.items():
             if name == self.source.step_input or name in self.source.masks:
                 continue
@@ -149,13 +152,33 @@ class InputDraws:
                 drawn[name] = np.array(self._requests % (len(self.source.adapters) + 1))
                 continue
             facts, axes = self.inputs[name], self.source.axes.get(name, (0, 1))
-            longest = facts.max_length if 1 in axes else value.shape[1]
+            longest, own = self._longest(facts) if 1 in axes else value.shape[1], length
+            if 1 in axes and self.series is None:  # the runtime makes the inputs of a series of one history
+                own = lengths.setdefault(facts.traced_length, _other_length(length, len(lengths)))
             is_padded = any(mask.of == name for mask in self.source.masks.values())
-            size = min(length, longest or length) if 1 in axes or is_padded else value.shape[1]
+            size = min(own, longest or own) if 1 in axes or is_padded else value.shape[1]
+            size = max(size, facts.min_length)
             if name in self.source.min_lengths and 1 in axes:  # half of the model's minimum for each position
-                size = max(self.source.min_lengths[name], self.source.min_lengths[name] * length // 2)
+                size = max(self.source.min_lengths[name], self.source.min_lengths[name] * own // 2)
+                size = min(size, longest or size)
             size = items if name in self.source.placeholders else size
             if self.series is not None and name == self.series.input:
                 size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
             drawn[name] = self.draw(name, size)
         return drawn
+
+    def _longest(self, facts: InputFacts) -> int | None:
+        """Return the maximum length of an input and of those whose lengths have to equal its own; None for no limit."""
+        equal = [other for other in self.inputs.values() if other.traced_length == facts.traced_length]
+        return min((other.max_length for other in equal if other.max_length is not None), default=None)
+
+
+def _other_length(length: int, number: int) -> int:
+    """Return the length of one of the inputs whose lengths are free of each other, by its number from 0.
+
+    That of the first is `length`. Those of others are shorter in some rows and longer in others, and equal for rows of
+    one length, which may run together.
+    """
+    if number == 0:
+        return length
+    return max(1, length // 2 - number + 1) if length % 2 or length > MAX_LONGER else length + 2 * number + 1

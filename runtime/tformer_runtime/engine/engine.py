@@ -155,7 +155,7 @@ class Engine:
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input other than the tokens that it continues")
         requests, adapters = split_adapters(self.manifest, requests, rows)
-        arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding)
+        arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding, encode.min_lengths)
         if adapters is not None:
             arrays[ADAPTER_INPUT] = adapters
         if gather_ids is not None:

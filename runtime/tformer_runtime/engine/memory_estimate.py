@@ -89,6 +89,7 @@ def join_padding(manifest: Manifest, encode: Callable[..., dict[str, Any]]) -> i
     encode: `Engine.encode`.
     """
     inputs = [spec for spec in manifest.encode.inputs if spec.role != "mask"] if manifest.encode else []
+    min_lengths = manifest.encode.min_lengths if manifest.encode else {}
     input_axes = {BATCH_AXIS, *(axis for spec in inputs for axis in spec.shape)}
     outputs = manifest.encoded
     if all(isinstance(axis, int) or axis in input_axes for output in outputs for axis in output.shape):
@@ -98,8 +99,8 @@ def join_padding(manifest: Manifest, encode: Callable[..., dict[str, Any]]) -> i
     def output_sizes(length: int) -> Array:
         request = {}
         for spec in inputs:
-            first, *others = [1 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
-            first = length if isinstance(spec.shape[1], str) else first
+            first, *others = [min_lengths.get(axis, 1) if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+            first = max(first, length) if isinstance(spec.shape[1], str) else first
             request[spec.name] = [np.zeros((first, *others), spec.dtype)]
         encoded = encode(request, 1)
         axes = [(o.name, i) for o in outputs for i, a in enumerate(o.shape) if isinstance(a, str) and a != BATCH_AXIS]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError
 from tformer_runtime.format.manifest import ADAPTER_INPUT, Manifest, RequestInput
-from tformer_runtime.format.sizes import input_sizes
+from tformer_runtime.format.sizes import check_row, input_sizes
 
 
 def row_lengths(
@@ -40,13 +41,19 @@ def split_adapters(
 
 
 def padded_request_arrays(
-    specs: Sequence[RequestInput], requests: Mapping[str, Sequence[Array]], rows: int, extra_padding: int = 0
+    specs: Sequence[RequestInput],
+    requests: Mapping[str, Sequence[Array]],
+    rows: int,
+    extra_padding: int = 0,
+    min_lengths: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Array]:
     """Return name → array for every request input: rows padded to the longest, and masks derived from their lengths.
 
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
     extra_padding: further positions of padding for every row, as far as the maximum length of the input allows.
-    Raises InputError for a missing or unknown input, an empty row, or a row longer than the input's maximum.
+    min_lengths: as of `EncodeStage`.
+    Raises InputError for a missing or unknown input, an empty row, a row longer than the input's maximum, or a row
+    that `check_row` refuses.
     """
     names = [spec.name for spec in specs if spec.role != "mask"]
     if set(requests) != set(names):
@@ -57,6 +64,8 @@ def padded_request_arrays(
         for spec in specs
         if spec.role != "mask"
     }
+    for row in range(rows):
+        check_row(specs, min_lengths, {name: np.asarray(values[row]) for name, values in requests.items()})
     if not masked:
         return arrays
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in names}

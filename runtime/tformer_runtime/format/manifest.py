@@ -202,6 +202,8 @@ class EncodeStage(Struct, frozen=True):
     ragged: for a single-pass model, whether a batch may have rows of different lengths. If not, padding would change
         the results, and only rows of one size run together.
     derived_lengths: lengths of the output axes that are not an input's, by axis name.
+    min_lengths: name of a free axis of the inputs → the least length of a row there, where it is more than 1. Axes of
+        one name have one length in each row.
     """
 
     inputs: tuple[RequestInput, ...]
@@ -209,6 +211,7 @@ class EncodeStage(Struct, frozen=True):
     extras: tuple[ExtraOutput, ...] = ()
     ragged: bool = False
     derived_lengths: Mapping[str, DerivedLength] = field(default_factory=dict)
+    min_lengths: Mapping[str, Count] = field(default_factory=dict)
 
 
 class ShortlistSpec(Struct, frozen=True):

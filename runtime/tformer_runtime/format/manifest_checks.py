@@ -116,6 +116,9 @@ def _check_encode(encode: EncodeStage) -> None:
             raise _ContradictionError(f"the ids {spec.name!r} are of type {spec.dtype}")
     for output in (*encode.outputs, *encode.extras):
         _check_batch_axis(output.name, output.shape)
+    for axis in encode.min_lengths:
+        if axis not in axes:
+            raise _ContradictionError(f"the least length of {axis!r} is of no axis of an input")
     for axis, length in encode.derived_lengths.items():
         if length.of not in axes:
             raise _ContradictionError(

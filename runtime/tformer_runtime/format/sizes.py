@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.errors import InputError
 from tformer_runtime.format.manifest import EncodeStage, RequestInput
 
 Sizes = Mapping[str, int]  # name of a free axis → length of one row there
@@ -15,6 +16,27 @@ def input_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> 
     pairs = [(spec.shape[1:], sources[spec.name].shape) for spec in specs if spec.name in sources]
     sizes = ((axis, size) for axes, shape in pairs for axis, size in zip(axes, shape, strict=True))
     return {axis: size for axis, size in sizes if isinstance(axis, str)}
+
+
+def check_row(specs: Sequence[RequestInput], min_lengths: Mapping[str, int], sources: Mapping[str, Array]) -> None:
+    """Raise InputError for a row that is too short, or of which two inputs must be equally long and are not.
+
+    sources: the inputs, without their batch axis. min_lengths: name of a free axis → the least length of a row there.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for spec in specs:
+        source = sources.get(spec.name)
+        for axis, size in zip(spec.shape[1:], () if source is None else source.shape, strict=False):
+            if not isinstance(axis, str):
+                continue
+            if size < (least := min_lengths.get(axis, 0)):
+                raise InputError(f"input {spec.name} is {size} long and the model needs at least {least}: lengthen it")
+            other, length = found.setdefault(axis, (spec.name, size))
+            if size != length:
+                raise InputError(
+                    f"the inputs {other} and {spec.name} are {length} and {size} long, and the model needs them "
+                    "equally long"
+                )
 
 
 def input_and_output_sizes(encode: EncodeStage, sources: Mapping[str, Array]) -> Sizes:

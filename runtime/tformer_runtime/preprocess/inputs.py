@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError, UnsupportedCallError, quotable
 from tformer_runtime.format.manifest import Manifest, RequestInput
-from tformer_runtime.format.sizes import input_and_output_sizes
+from tformer_runtime.format.sizes import check_row, input_and_output_sizes
 from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.preprocess.chat_template import (
     Message,
@@ -360,7 +360,9 @@ class Inputs:
 
     def _sources(self, specs: Sequence[RequestInput], input: Input, truncate: bool) -> dict[str, Array]:
         values = self._by_name(specs, input)
-        return {spec.name: self._source(spec, values[spec.name], truncate) for spec in specs if spec.role != "mask"}
+        sources = {spec.name: self._source(spec, values[spec.name], truncate) for spec in specs if spec.role != "mask"}
+        self.check_row(sources)
+        return sources
 
     def _cut(self, name: str, value: Value, ids: Ints, max_tokens: int) -> Ints:
         """Return the first ids of a sequence, and the special tokens that the tokenizer puts after a text."""
@@ -368,6 +370,11 @@ class Inputs:
         text = len(self.ids(name, value, True, True, ends_prompt=False, truncate=True)) if is_text else len(ids)
         after = len(ids) - text
         return np.concatenate([ids[: max(0, max_tokens - after)], ids[text:]])[:max_tokens]
+
+    def check_row(self, sources: Mapping[str, Array]) -> None:
+        """Raise InputError for a row that is too short, or whose inputs must be equally long and are not."""
+        if self._manifest.encode is not None:
+            check_row(self._manifest.encode.inputs, self._manifest.encode.min_lengths, sources)
 
     def _by_name(
         self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()

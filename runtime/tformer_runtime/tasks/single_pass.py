@@ -118,6 +118,8 @@ class SinglePassCall:
     def read(self, input: Input) -> TaskInput:
         """Read an input. Raise InputError for an input that the model cannot read."""
         reading = self.task.read_input(input, self._inputs, self._truncate, self._settings)
+        for request in reading.requests:
+            self._inputs.check_row(request)
         if not self._adapter_input:
             return reading
         return replace(reading, requests=[{**request, **self._adapter_input} for request in reading.requests])

@@ -23,7 +23,7 @@ import torch
 
 from tformer_export.common.ir_edit import derived_tensor
 from tformer_export.passes import remove_unused
-from tformer_export.passes.names import CONTEXT, ENCODED
+from tformer_export.staging.emitter import CONTEXT, ENCODED
 from tformer_runtime.base.errors import UnsupportedModelError
 
 PAST, PRESENT = "past.", "present."  # prefixes of the names of cache inputs and outputs

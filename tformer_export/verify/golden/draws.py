@@ -153,7 +153,8 @@ class Draws:
         if isinstance(axis, int):
             return axis
         if axis not in sizes:
-            sizes[axis] = length
+            assert self.manifest.encode is not None
+            sizes[axis] = max(length, self.manifest.encode.min_lengths.get(axis, 1))
         if place == 0 and spec.max_length is not None:
             sizes[axis] = min(sizes[axis], spec.max_length)
         if self.series is not None and spec.name == self.series.input and place == 0:

@@ -188,7 +188,7 @@ export class Engine {
     }
     const { session, inputNames } = this.stage("encode");
     const [inputs, adapters] = this.splitAdapters(requests, rows);
-    const tensors = paddedRequestTensors(this.backend, encode.inputs, inputs, rows);
+    const tensors = paddedRequestTensors(this.backend, encode, inputs, rows);
     const names = [
       ...encode.outputs.map((output) => output.name),
       ...encode.extras.map((extra) => extra.name).filter((name) => extras.includes(name)),

@@ -3,7 +3,8 @@
 import type { Backend, Tensor } from "../backend/session.js";
 import { sizeOf, writeNumbers, type NumberArray, type TypedArray } from "../base/arrays.js";
 import { InputError } from "../base/errors.js";
-import type { RequestInput } from "../format/manifest.js";
+import type { EncodeStage, RequestInput } from "../format/manifest.js";
+import { checkRow } from "../format/sizes.js";
 
 export type Requests = ReadonlyMap<string, readonly NumberArray[]>; // request input → one array for each row
 
@@ -11,14 +12,16 @@ export type Requests = ReadonlyMap<string, readonly NumberArray[]>; // request i
  * Return name → tensor for every request input: rows padded to the longest, and masks derived from their lengths.
  *
  * requests: for each input that is not a mask, one array a row, without the batch axis; ids have one axis.
- * Throw InputError for a missing or unknown input, an empty row, or a row longer than the input's maximum.
+ * Throw InputError for a missing or unknown input, an empty row, or a row longer than the input's maximum, or a row
+ * that `checkRow` refuses.
  */
 export function paddedRequestTensors(
   backend: Backend,
-  specs: readonly RequestInput[],
+  encode: EncodeStage,
   requests: Requests,
   rows: number,
 ): Map<string, Tensor> {
+  const specs = encode.inputs;
   const names = specs.filter((spec) => spec.role !== "mask").map((spec) => spec.name);
   if (names.length !== requests.size || !names.every((name) => requests.has(name))) {
     throw new InputError(
@@ -31,6 +34,9 @@ export function paddedRequestTensors(
     for (const spec of specs) {
       if (spec.role === "mask") continue;
       tensors.set(spec.name, padRows(backend, spec, requests.get(spec.name)!, rows, masked.has(spec.name)));
+    }
+    for (let row = 0; row < rows; row++) {
+      checkRow(encode, new Map([...requests].map(([name, values]) => [name, values[row]])));
     }
     for (const spec of specs) {
       if (spec.role === "mask") tensors.set(spec.name, makeMask(backend, spec, requests, tensors, rows));

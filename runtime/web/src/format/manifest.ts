@@ -107,6 +107,7 @@ const encodeStage = object({
   extras: list(extraOutput),
   ragged: boolean,
   derivedLengths: mapping(derivedLength),
+  minLengths: mapping(count),
 });
 const shortlistSpec = object({ dtype, inner: count, common: index, each: index, measured: mapping(anything) });
 const decodeStage = object({

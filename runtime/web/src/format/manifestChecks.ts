@@ -139,6 +139,9 @@ function checkEncode(encode: EncodeStage): void {
     }
   }
   for (const output of [...encode.outputs, ...encode.extras]) checkBatchAxis(output.name, output.shape);
+  for (const axis of encode.minLengths.keys()) {
+    if (!axes.has(axis)) throw contradiction(`the least length of '${axis}' is of no axis of an input`);
+  }
   for (const [axis, length] of encode.derivedLengths) {
     if (!axes.has(length.of)) {
       throw contradiction(`the length of '${axis}' follows from '${length.of}', which is no axis of an input`);

@@ -1,6 +1,7 @@
 /** Lengths of one row along the free axes of the request inputs, and along the output axes that follow from them. */
 
 import type { NumberArray } from "../base/arrays.js";
+import { InputError } from "../base/errors.js";
 import type { EncodeStage, RequestInput, Shape } from "./manifest.js";
 
 export type Sources = ReadonlyMap<string, NumberArray>; // name of a request input → one row, without its batch axis
@@ -17,6 +18,33 @@ export function inputSizes(specs: readonly RequestInput[], sources: Sources): Ma
     });
   }
   return sizes;
+}
+
+/**
+ * Throw InputError for a row that is too short, or of which two inputs must be equally long and are not.
+ *
+ * sources: the inputs, without their batch axis.
+ */
+export function checkRow(encode: EncodeStage, sources: Sources): void {
+  const found = new Map<string, { name: string; size: number }>();
+  for (const spec of encode.inputs) {
+    const sizes = sources.get(spec.name)?.shape ?? [];
+    spec.shape.slice(1).forEach((axis, i) => {
+      if (typeof axis !== "string" || i >= sizes.length) return;
+      const [size, least] = [sizes[i], encode.minLengths.get(axis) ?? 0];
+      if (size < least) {
+        throw new InputError(`input ${spec.name} is ${size} long and the model needs at least ${least}: lengthen it`);
+      }
+      const other = found.get(axis);
+      if (other === undefined) found.set(axis, { name: spec.name, size });
+      else if (other.size !== size) {
+        throw new InputError(
+          `the inputs ${other.name} and ${spec.name} are ${other.size} and ${size} long, and the model needs them ` +
+            "equally long",
+        );
+      }
+    });
+  }
 }
 
 /** Return the lengths of `inputSizes`, and of the output axes that follow from them. */

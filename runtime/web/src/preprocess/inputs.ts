@@ -8,7 +8,7 @@
 import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
 import { AUDIO, logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
-import { inputAndOutputSizes, type Sources } from "../format/sizes.js";
+import { checkRow, inputAndOutputSizes, type Sources } from "../format/sizes.js";
 import { picturesOf, withoutPictures, type Message, type PromptTemplate, type Tools } from "./conversation.js";
 import type { Sound } from "./audio.js";
 import type { ImageInput } from "./images.js";
@@ -373,7 +373,14 @@ export class Inputs {
   private sources(specs: readonly RequestInput[], input: Input): Sources {
     const values = this.byName(specs, input, []);
     const needed = specs.filter((spec) => spec.role !== "mask");
-    return new Map(needed.map((spec) => [spec.name, this.source(spec, values[spec.name])]));
+    const sources = new Map(needed.map((spec) => [spec.name, this.source(spec, values[spec.name])]));
+    this.checkRow(sources);
+    return sources;
+  }
+
+  /** Throw InputError for a row that is too short, or whose inputs must be equally long and are not. */
+  checkRow(sources: Sources): void {
+    if (this.manifest.encode) checkRow(this.manifest.encode, sources);
   }
 
   /** Return the values of the inputs by name. Throw InputError for missing and unknown names. */

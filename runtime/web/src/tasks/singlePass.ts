@@ -51,6 +51,7 @@ export function runSinglePass<Result, Settings>(
     windowSize: WINDOW_BATCHES * batchSize,
     read: async (input) => {
       const reading = await task.readInput(input, inputs, truncate, settings);
+      for (const sources of reading.requests) inputs.checkRow(sources);
       const requests = reading.requests.map((sources) => ({ sources: new Map([...sources, ...adapter]) }));
       return { reading, requests };
     },

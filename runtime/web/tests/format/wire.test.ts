@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import { ModelFileError } from "../../src/base/errors.js";
-import { crop, inputAndOutputSizes } from "../../src/format/sizes.js";
+import { checkRow, crop, inputAndOutputSizes } from "../../src/format/sizes.js";
 import type { EncodeStage } from "../../src/format/manifest.js";
 import {
   bytesField,
@@ -86,4 +86,22 @@ test("rows are cut to their own sizes", () => {
   } as unknown as EncodeStage;
   const found = inputAndOutputSizes(encode, new Map([["x", { data: new Float32Array(0), shape: [16000] }]]));
   expect(Object.fromEntries(found)).toEqual({ time: 16000, frames: 49 });
+});
+
+test("rows that are too short or of unequal lengths are refused", () => {
+  const encode = {
+    inputs: [
+      { name: "x", shape: ["batch", "time", 2] },
+      { name: "y", shape: ["batch", "time"] },
+    ],
+    minLengths: new Map([["time", 3]]),
+  } as unknown as EncodeStage;
+  const row = (x: number, y: number) =>
+    new Map([
+      ["x", { data: new Float32Array(2 * x), shape: [x, 2] }],
+      ["y", { data: new Float32Array(y), shape: [y] }],
+    ]);
+  checkRow(encode, row(3, 3));
+  expect(() => checkRow(encode, row(2, 2))).toThrow("input x is 2 long and the model needs at least 3");
+  expect(() => checkRow(encode, row(3, 4))).toThrow("the inputs x and y are 3 and 4 long");
 });

@@ -72,3 +72,29 @@ def test_mask_of_no_rows_is_refused():
     mask = RequestInput("mask", "bool", (BATCH_AXIS, "time"), "mask", of="other")
     with pytest.raises(InputError, match="mask of other"):
         padded_request_arrays([mask, IDS], ROWS, 2)
+
+
+PAIR = [RequestInput(name, "float32", (BATCH_AXIS, "frames", 2), "data") for name in ("left", "right")]
+
+
+def test_row_that_is_shorter_than_the_model_needs_is_refused():
+    rows = {"src": [np.array([1, 2, 3]), np.array([4, 5])]}
+    assert padded_request_arrays([IDS], rows, 2, min_lengths={"time": 2})["src"].shape == (2, 3)
+    with pytest.raises(InputError, match="input src is 2 long and the model needs at least 3"):
+        padded_request_arrays([IDS], rows, 2, min_lengths={"time": 3})
+
+
+def test_every_free_axis_may_have_a_least_length():
+    picture = RequestInput("picture", "float32", (BATCH_AXIS, 3, "height", "width"), "data")
+    least = {"height": 4, "width": 4}
+    padded_request_arrays([picture], {"picture": [np.ones((3, 4, 5))]}, 1, min_lengths=least)
+    with pytest.raises(InputError, match="input picture is 3 long and the model needs at least 4"):
+        padded_request_arrays([picture], {"picture": [np.ones((3, 9, 3))]}, 1, min_lengths=least)
+
+
+def test_inputs_of_one_axis_are_equally_long_in_each_row():
+    rows = {"left": [np.ones((3, 2)), np.ones((1, 2))], "right": [np.ones((3, 2)), np.ones((1, 2))]}
+    assert padded_request_arrays(PAIR, rows, 2)["right"].shape == (2, 3, 2)
+    rows["right"][1] = np.ones((2, 2))
+    with pytest.raises(InputError, match="inputs left and right are 1 and 2 long, and the model needs them equally"):
+        padded_request_arrays(PAIR, rows, 2)

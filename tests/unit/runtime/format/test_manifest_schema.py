@@ -15,6 +15,7 @@ from support.toy_models import Toy
 from tformer_runtime import Model, ModelFileError, TformerError
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
+from tformer_runtime.format.model_file import read_metadata
 
 VALUES = [
     None, True, False, 0, 1, -1, 2, 3, 7, 10**6, 2**31 - 1, 2**31, 10**18, 10**30, 0.5, 1e308, "", "x", "batch", "new",
@@ -140,3 +141,11 @@ def test_graph_of_another_shape_is_refused(tmp_path):
     onnx.save(model, path)
     with pytest.raises(ModelFileError, match=r"the input 'past\.k0' is float32 \(.*\), and in the graph float32 \("):
         Model.load(path, device="cpu")
+
+
+def test_least_length_of_no_axis_is_refused(tmp_path):
+    path = toy_tasks.write(tmp_path / "x.onnx")
+    manifest = json.loads(read_metadata(path)[MANIFEST_KEY])
+    manifest["encode"]["min_lengths"] = {"time": 3}
+    with pytest.raises(ModelFileError, match="'time' is of no axis"):
+        check_manifest(Manifest.from_json(json.dumps(manifest)))

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.toy_models import Toy
+from support.toy_models import Toy, with_manifest
 from support.toy_tasks import HEAD, LABELS, MAX_INPUT_TOKENS, WIDTH, WORDS, ids_and_types, states, vector, words, write
 
 from tformer_runtime import InputError, Model, ModelFileError, OptionError, UnsupportedCallError
@@ -208,3 +208,16 @@ def test_manifest_round_trip_keeps_task_fields(files):
     del data["output_meaning"]
     with pytest.raises(ModelFileError, match=r"missing field `output_meaning`.*: export the model again"):
         m.Manifest.from_json(json.dumps(data))
+
+
+def test_row_that_is_too_short_fails_alone(tmp_path):
+    """The row is refused when it is read, before it shares a batch with others."""
+    path = write(tmp_path / "x.onnx")
+    encode = replace(Model.load(path, "cpu").manifest.encode, min_lengths={"ids_length": 4})
+    model = Model.load(with_manifest(path, tmp_path / "y.onnx", encode=encode), "cpu")
+    results = model.predict(["a good day", "bad", "the old film"])
+    np.testing.assert_allclose(next(results), vector("a good day"), atol=1e-6)
+    with pytest.raises(InputError, match="input 2: input ids is 3 long and the model needs at least 4") as raised:
+        next(results)
+    assert raised.value.input_number == 2
+    np.testing.assert_allclose(next(model.predict(["the old film"])), vector("the old film"), atol=1e-6)

@@ -1,0 +1,111 @@
+"""Lengths that are equal in the example stay equal only if forward needs them equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tformer_export import padding
+from tformer_export.sources import Source
+from tformer_export.sources.call.independent_lengths import separate_lengths
+
+LENGTH, WIDTH = 7, 8
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def lengths(function, names, step_input=None, masks=None, axes=None, length=LENGTH):
+    """Return name → the sizes of its axes after the batch, in the example with separate lengths."""
+    example = {name: torch.ones(2, length, WIDTH) for name in names}
+    example |= {name: torch.ones(2, length, dtype=torch.int64) for name in masks or {}}
+    source = Source(Call(function), example, step_input, "model", "task", masks=masks or {}, axes=axes or {})
+    return {name: tuple(value.shape[1:]) for name, value in separate_lengths(source).example.items()}
+
+
+def cut(a, b):
+    return a + F.pad(b[:, : a.shape[1]], (0, 0, 0, a.shape[1] - b[:, : a.shape[1]].shape[1]))
+
+
+def of_sums(*inputs):
+    return sum(value.mean(1) for value in inputs)
+
+
+def first_two_joined(a, b, c):
+    return (a + b).mean(1) + c.mean(1)
+
+
+def last_two_joined(a, b, c):
+    return a.mean(1) + (b + c).mean(1)
+
+
+def all_joined(a, b, c):
+    return a + b + c
+
+
+def two_pairs(a, b, c, d):
+    return (a + c).mean(1) + (b + d).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "equal"),
+    [
+        (cut, "ab", ["a", "b"]),
+        (of_sums, "ab", ["a", "b"]),
+        (of_sums, "abc", ["a", "b", "c"]),
+        (torch.add, "ab", ["ab"]),
+        (first_two_joined, "abc", ["ab", "c"]),
+        (last_two_joined, "abc", ["a", "bc"]),
+        (all_joined, "abc", ["abc"]),
+        (two_pairs, "abcd", ["ac", "bd"]),
+    ],
+)
+@pytest.mark.parametrize("length", [1, LENGTH])
+def test_lengths_are_equal_if_forward_needs_them_equal(function, names, equal, length):
+    found = lengths(function, names, length=length)
+    groups: dict[int, str] = {}
+    for name in names:
+        groups[found[name][0]] = groups.get(found[name][0], "") + name
+    assert sorted(groups.values()) == equal
+
+
+def test_mask_keeps_the_length_of_its_input():
+    found = lengths(
+        lambda a, b, keep: (a * keep[..., None]).mean(1) + b.mean(1), ("a", "b"), masks={"keep": padding("a")}
+    )
+    assert found["keep"][0] == found["a"][0] != found["b"][0]
+
+
+def test_request_inputs_of_a_step_model_are_told_apart():
+    """The step input has a length of its own in any case."""
+    found = lengths(lambda a, b, ids: ids + a.mean(1, True) + b.mean(1, True), ("a", "b", "ids"), step_input="ids")
+    assert found["a"][0] != found["b"][0]
+    assert found["ids"] == (LENGTH, WIDTH)
+
+
+def test_axes_of_one_input_are_told_apart():
+    found = lengths(lambda a: a.mean((1, 2)), ("a",), axes={"a": (0, 1, 2)}, length=WIDTH)
+    assert found["a"][0] != found["a"][1]
+
+
+def test_lengths_that_cannot_change_stay():
+    def fixed(a, b):
+        assert a.shape[1] == b.shape[1] == LENGTH
+        return a + b
+
+    assert lengths(fixed, ("a", "b")) == {"a": (LENGTH, WIDTH), "b": (LENGTH, WIDTH)}
+
+
+def test_single_input_costs_no_run():
+    def fail(a):
+        raise AssertionError
+
+    assert lengths(fail, ("a",)) == {"a": (LENGTH, WIDTH)}
