@@ -6,7 +6,7 @@ import importlib
 import re
 from typing import Any
 
-from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.errors import MORE_MEMORY, MissingExtraError, typed_memory_error
 
 MIN_ONNXRUNTIME = (1, 30)  # the first that has all operators of files, such as attention that is not causal
 
@@ -22,6 +22,8 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{purpose}: pip install 'tformer[{extra}]'") from error
     except (ImportError, OSError) as error:  # OSError: the module is installed, but its C library is not
+        if (typed := typed_memory_error(error, MORE_MEMORY)) is not error:
+            raise typed from error
         raise MissingExtraError(
             f"{purpose}, which is installed and cannot be loaded ({error}): install it anew, pip install "
             f"--force-reinstall 'tformer[{extra}]'"
