@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tformer_export.common.plain_torch import PlainTorch
 from tformer_export.common.source_lines import users_name
 
 MAX_KERNEL_ROUNDING = 1e-4  # of the largest value: kernels round by less, and randomness changes more
@@ -73,6 +74,8 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Only a tensor that an operation is about to write is copied, so that memory does not hold a large model twice.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, module: nn.Module, changed: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed = changed
@@ -80,8 +83,13 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._copies: dict[str, torch.Tensor] = {}
         self._storages = {_storage(tensor) for tensor in self._tensors.values()}
 
+    def __enter__(self) -> Any:
+        PlainTorch().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        PlainTorch().__exit__()
         for name, before in self._copies.items():
             if not is_same(self._tensors[name].detach(), before):
                 self._changed.append(name)
@@ -90,7 +98,7 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if operation._schema.is_mutable:
+        if isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
             for position, argument in enumerate(operation._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[position] if position < len(args) else kwargs.get(argument.name)
