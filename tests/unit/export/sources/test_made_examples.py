@@ -24,7 +24,7 @@ from tformer_export.common.task import Task
 from tformer_export.sources import load_source
 from tformer_export.sources.forward_errors import run_example
 from tformer_export.sources.hugging_face.folder import from_transformers
-from tformer_runtime import Model, SourceError
+from tformer_runtime import SourceError, UnsupportedModelError
 
 SMALL = {"vocab_size": 60, "num_labels": 3}
 LAYER = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
@@ -46,17 +46,14 @@ def canine():
     return CanineForSequenceClassification(config).eval()
 
 
-def test_model_of_one_length_is_exported_with_that_length(tmp_path):
-    torch.manual_seed(0)
+def test_model_of_one_length_gets_an_example_of_that_length_and_is_refused_for_its_rows(tmp_path):
     model = nystromformer()
-    export(model, tmp_path / "model.onnx", special_tokens={"pad_token_id": 1})
-    ids = torch.randint(2, 60, (1, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        expected = model(ids).logits[0].softmax(-1)
-    (labels,) = Model.load(tmp_path / "model.onnx", device="cpu", threads=1).classify([ids[0].numpy()])
-    assert {label.label: pytest.approx(label.score, abs=1e-4) for label in labels} == {
-        f"LABEL_{i}": float(score) for i, score in enumerate(expected)
-    }
+    source = from_transformers(model)
+    assert source.example["input_ids"].shape == (2, 16)
+    assert source.max_length == 16
+    assert run_example(source)[0].shape == (2, 3)
+    with pytest.raises(UnsupportedModelError, match=r"`max` at .* lets the rows of a batch change each other"):
+        export(model, tmp_path / "model.onnx")
 
 
 def test_model_that_needs_some_positions_gets_an_example_of_as_many():
