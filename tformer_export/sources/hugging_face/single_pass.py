@@ -96,7 +96,8 @@ def _example_ids(module: nn.Module, masked: bool, constants: Mapping[str, Any]) 
     Raises SourceError for a model that takes only rows with its end token.
     """
 
-    end = getattr(module.config, "eos_token_id", None)
+    config: Any = module.config
+    end = getattr(config, "eos_token_id", None)
     others = torch.tensor([i for i in range(4) if i != end][:3])
 
     def ids_of(length: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ def _example_ids(module: nn.Module, masked: bool, constants: Mapping[str, Any]) 
             f"{type(module).__name__} takes only rows that hold its end token, id {end}, and selects positions by "
             "their ids, which cannot be exported: give it a head that reads the first position, the last or the mean"
         )
-    stated = {n for n in module.config.to_dict().values() if isinstance(n, int) and n <= MAX_TRIED_TOKENS}
+    stated = {n for n in config.to_dict().values() if isinstance(n, int) and n <= MAX_TRIED_TOKENS}
     for length in sorted({*TRIED_LENGTHS, *(n for n in stated if n > FIRST_LENGTH)}):
         if runs(ids_of(length)) and runs(ids_of(length)[[0, 1, 0]]):  # at some lengths it may mix two rows
             if not runs(ids_of(length + 1)):
