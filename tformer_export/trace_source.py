@@ -95,9 +95,10 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
             required = max_length or source.max_length
             if not hidden_states and required is not None and (graph.time_limit or required) < required:
                 graph = _trace_at_one_length(source, required) or graph
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         rehearse(source)  # if forward fails by itself, report that error instead
-        refuse_kept_state(source)
+        if error.__cause__ is not None:  # of torch.export, which does not say that something is kept
+            refuse_kept_state(source)
         raise
     place_by_count(graph)
     refuse_half(graph)

@@ -55,7 +55,7 @@ from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import BATCH_SIZE, OTHER_BATCH_SIZE, distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.plain_torch import PlainTorch
+from tformer_export.common.module_state import PlainTorch
 from tformer_export.common.source_lines import line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError

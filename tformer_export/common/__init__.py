@@ -8,7 +8,6 @@ example_sizes, module_state   inputs of other sizes, and a module as it was befo
 option_table, option_values, task, kernel_choices, degradation_budget   options that several folders read
 derived_inputs             masks and positions that follow from other inputs
 checkpoint                 `model.pt`: weights with the code that builds the model
-plain_torch                torch's compiled attention as operations on plain tensors
 torch_patch_lock, log_silence   regions that change something for the whole process
 atomic_output, clock, paired_timing
 """

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tformer_export import export
-from tformer_export.common.plain_torch import PlainTorch
+from tformer_export.common.module_state import PlainTorch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch advises to compile flex_attention
 
