@@ -13,7 +13,7 @@ import torch
 
 from tformer_export.build import build
 from tformer_export.common.atomic_output import check_beside, check_writable
-from tformer_export.common.clock import PhaseClock, exits_refused, peak_memory, unexpected_errors
+from tformer_export.common.clock import PhaseClock, exits_refused, memory_errors, peak_memory, unexpected_errors
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
 from tformer_export.options import Adapters, ExportOptions, ExtraOutputs, Quantization
@@ -37,6 +37,7 @@ Model = torch.nn.Module | torch.export.ExportedProgram | Source
 Tokenizers = str | Mapping[str, str] | Callable[..., Any]
 
 
+@memory_errors()
 @exits_refused()
 def export(
     model: Model,

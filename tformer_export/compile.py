@@ -52,7 +52,7 @@ from tformer_export.capture.trace import (
     CapturedGraph,
     merge_equal_nodes,
 )
-from tformer_export.common.fx_nodes import expression, meta, source_line
+from tformer_export.common.fx_nodes import describe_node, expression, meta
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
@@ -357,7 +357,7 @@ def _context_rows(solver: RestrictionSolver, node: Node) -> BatchAxis | None:
     merged = [size for size in meta(node).shape if (times_batch(solver.captured, size) or 1) > 1]
     if rows is None and merged:
         raise UnsupportedModelError(
-            f"`{node.target}` at {source_line(node)} is computed once a request, and its batch axis is merged with "
+            f"{describe_node(node)} is computed once a request, and its batch axis is merged with "
             "another in a way that cannot be told apart; keep the batch an axis of its own"
         )
     return rows

@@ -14,7 +14,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tformer_export.analysis.determinism import (
     check_devices,
+    find_foreign_tensor,
     refuse_half,
+    refuse_kept_state,
     refuse_random,
     refuse_random_module,
     rehearse,
@@ -96,8 +98,10 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
             required = max_length or source.max_length
             if not hidden_states and required is not None and (graph.time_limit or required) < required:
                 graph = _trace_at_one_length(source, required) or graph
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         rehearse(source)  # if forward fails by itself, report that error instead
+        if error.__cause__ is not None:  # of torch.export, which does not say that something is kept
+            refuse_kept_state(source)
         raise
     place_by_count(graph)
     refuse_half(graph)
@@ -195,6 +199,9 @@ def _trace_at_any_length(
     repeats = rehearse(source).repeats
     if not repeats:
         refuse_random_module(source)
+    foreign = find_foreign_tensor(source)
+    if foreign is not None and foreign.is_class:
+        raise UnsupportedModelError(str(foreign)) from failure.__cause__
     for candidate in (module, RowByRow(module)) if repeats else ():  # the code may loop over the rows
         try:
             rebuilt = _rebuild(candidate, source, longest)
@@ -215,7 +222,7 @@ def _trace_at_any_length(
     if with_selected_rows is not None:
         return with_selected_rows
     if isinstance(failure, TraceFailedError):
-        raise UnsupportedModelError(failure.explain()) from failure.__cause__
+        raise UnsupportedModelError(failure.explain() if foreign is None else str(foreign)) from failure.__cause__
     raise failure
 
 

@@ -12,7 +12,7 @@ attention_weights   weights of attention as extra outputs
 batch_axes          the axis of the rows
 input_facts         vocabulary, padding and maximum length of each input
 size_branches       code that depends on a size
-determinism         refusal of results that depend on chance or on earlier calls
+determinism         refusal of results that depend on chance or on earlier calls, and of tensors that no file has
 row_independence    refusal of operations through which a row of a batch can change another
 step_checks         refusal of models that cannot be decoded step by step
 placeholders        tokens in the places of which the rows of pictures are put

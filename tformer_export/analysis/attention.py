@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import aten, is_read_from_data, meta
+from tformer_export.common.fx_nodes import aten, is_read_from_data, meta, origin
 
 _WITHOUT_VALUES = {  # operations that read the size of a tensor and none of its numbers
     aten.zeros_like.default,
@@ -72,7 +72,7 @@ class NodeBuilder:
         traced = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with fake_mode(self.before):
             node.meta["val"] = target(*traced[0], **traced[1])
-        node.meta |= {k: self.before.meta[k] for k in ("stack_trace", "nn_module_stack") if k in self.before.meta}
+        node.meta |= origin(self.before)
         return node
 
     def size(self, node: Node, axis: int) -> Any:

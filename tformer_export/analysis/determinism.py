@@ -11,10 +11,10 @@ import contextlib
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +23,11 @@ from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
-from tformer_export.common.module_state import WriteUndo, is_same, unchanged
-from tformer_export.common.source_lines import find_users_place, line_of_error, users_name
+from tformer_export.common.module_state import WriteUndo, is_same, restored, unchanged
+from tformer_export.common.source_lines import find_users_place, operation_words, users_name
 from tformer_export.sources import Source
-from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError, error_summary
+from tformer_export.sources.forward_errors import failure_at, outputs_of
+from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError
 
 
 @dataclass
@@ -42,26 +43,20 @@ class Rehearsal:
 
 
 def rehearse(source: Source) -> Rehearsal:
-    """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too.
-
-    The number of placeholders has to fit the sizes, so a source with placeholders runs on its example.
-    """
-    free = {name: source.axes.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
-    sized: Mapping[str, torch.Tensor] = source.example
-    if not source.placeholders:
-        sized = distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
-    with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.random.fork_rng(devices=[]):
-        try:
-            first = _outputs(source.module, sized)
-        except Exception as error:
-            if isinstance(error, TformerError):
-                raise
-            raise _failed(source, sized, error) from error
-        try:
-            second = _outputs(source.module, sized)
-        except Exception:  # state of the first call does not fit the second
-            second = []
-        repeats = len(first) == len(second) and all(map(is_same, first, second))
+    """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too."""
+    sized = _other_sizes(source)
+    try:
+        with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.random.fork_rng(devices=[]):
+            first = outputs_of(source.module, sized)
+            try:
+                second = outputs_of(source.module, sized)
+            except Exception:  # state of the first call does not fit the second
+                second = []
+            repeats = len(first) == len(second) and all(map(is_same, first, second))
+    except TformerError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise failure_at(source, sized, error) from error
     return Rehearsal(repeats, changed)
 
 
@@ -74,7 +69,7 @@ def warm_up(source: Source, inputs: Mapping[str, torch.Tensor]) -> list[torch.Te
     """
     writes = WriteUndo(source.module, [])
     with contextlib.suppress(Exception), writes, torch.random.fork_rng(devices=[]):
-        return _outputs(source.module, inputs)
+        return outputs_of(source.module, inputs)
     return []
 
 
@@ -93,7 +88,7 @@ def refuse_random_module(source: Source) -> None:
         contextlib.suppress(RuntimeError),
         _FirstDraw() as draw,
     ):
-        _outputs(source.module, source.example)
+        outputs_of(source.module, source.example)
     if draw.place is not None:
         raise UnsupportedModelError(_draws(draw.place))
 
@@ -110,15 +105,17 @@ class _FirstDraw(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.place is None and torch.Tag.nondeterministic_seeded in func.tags:
             runs = [pytree.tree_leaves(func(*_cloned(args), **_cloned(kwargs))) for _ in range(2)]
             if not all(is_same(a, b) for a, b in zip(*runs, strict=True) if isinstance(a, torch.Tensor)):
-                self.place = f"`{func}` at {_running_line()}"
+                walked = running_frames()
+                name = operation_words(func, traceback.StackSummary.extract(iter(walked)))
+                self.place = f"{name} at {find_users_place(walked)}"
         return func(*args, **kwargs)
 
 
-def _running_line() -> str:
-    """Return the line of the user's module that runs below `_outputs`."""
+def running_frames() -> list[tuple[FrameType, int]]:
+    """Return the frames that run below `outputs_of`, those of the user's module, outermost first."""
     walked = list(traceback.walk_stack(None))[::-1]
-    start = max(i for i, (frame, _) in enumerate(walked) if frame.f_code is _outputs.__code__)
-    return find_users_place(walked[start + 1 :])
+    start = max(i for i, (frame, _) in enumerate(walked) if frame.f_code is outputs_of.__code__)
+    return walked[start + 1 :]
 
 
 def _cloned(values: Any) -> Any:
@@ -152,6 +149,39 @@ def refuse_random(captured: CapturedGraph, rehearsal: Rehearsal) -> None:
             "nothing between calls but the caches that are made for it: let forward take the whole sequence and depend "
             "on nothing else"
         )
+
+
+def refuse_kept_state(source: Source) -> None:
+    """Refuse a module whose results depend on an earlier call of another size, and that cannot be traced.
+
+    Cost: three runs.
+    """
+    sized = _other_sizes(source)
+    try:
+        with restored(source.module):
+            fresh = outputs_of(source.module, sized)
+        with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.random.fork_rng(devices=[]):
+            outputs_of(source.module, source.example)
+            try:
+                later = outputs_of(source.module, sized)
+            except Exception:  # state of the first call does not fit the second
+                later = []
+    except Exception:  # the error of forward itself is reported by `rehearse`
+        return
+    if changed and (len(fresh) != len(later) or not all(map(is_same, fresh, later))):
+        raise UnsupportedModelError(
+            f"forward changes {', '.join(changed)}, and so keeps something from one call to the next, which a file "
+            "does not. Let forward compute from its inputs alone; the file itself keeps what a decoder needs of "
+            "earlier positions"
+        )
+
+
+def _other_sizes(source: Source) -> Mapping[str, torch.Tensor]:
+    """Return the example at other sizes. Placeholders have to fit the sizes, so with them it is the example itself."""
+    if source.placeholders:
+        return source.example
+    free = {name: source.axes.get(name, (0, 1)[: v.dim()]) for name, v in source.example.items()}
+    return distinct_sizes(source.example, free, source.step_input, source.min_drawn_length)
 
 
 def refuse_half(captured: CapturedGraph) -> None:
@@ -263,48 +293,68 @@ def check_devices(source: Source) -> None:
             )
 
 
-def _outputs(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        output = module(*(value.clone() for value in inputs.values()))
-    return [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+# -- tensors that no file has ------------------------------------------------------------------------------------------
 
 
-def _described_masks(source: Source) -> str:
-    """Return a hint on the axes of masks, which are the caller's description; empty without masks."""
-    axes = [f"{mask.kind}({mask.of!r}) as ({', '.join(map(str, mask.shape))})" for mask in source.masks.values()]
-    return f"; it was called with {' and '.join(axes)}, and shape=(…) gives other axes" if axes else ""
+@dataclass(frozen=True)
+class ForeignTensor:
+    """The first tensor that no file has.
 
+    place: the user's line.
+    is_class: whether it is of a subclass of Tensor with code of its own for operations, which may crash on records.
+    """
 
-def _failed(source: Source, sized: Mapping[str, torch.Tensor], error: Exception) -> TformerError:
-    """Return the error for a forward that fails at other sizes: it fails on the example too, or only at these sizes."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            _outputs(source.module, source.example)
-    except Exception as again:
-        return SourceError(
-            _ids_out_of_range(again)
-            or f"forward fails by itself on the example, at {line_of_error(again)}: {error_summary(again)}"
-            + ("; ids are whole numbers, torch.int64" if "following scalar types: Long, Int" in str(again) else "")
-            + _described_masks(source)
+    name: str
+    place: str
+    is_class: bool
+
+    def __str__(self) -> str:
+        return (
+            f"forward makes a {self.name}, at {self.place}, and a file has plain tensors alone. Keep rows of several "
+            "lengths padded, with a mask; keep a matrix dense; give attention a mask of booleans or numbers"
         )
-    sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in sized.items())
-    return UnsupportedModelError(
-        f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
-        f"{error_summary(error)}. The "
-        "file has to run at any size: take sizes from x.shape and slice tables to the length"
-    )
 
 
-def _ids_out_of_range(error: Exception) -> str | None:
-    """Return a message if an embedding was indexed beyond its rows, read from the frame of the lookup; else None."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is nn.functional.embedding.__code__ and isinstance(error, IndexError):
-            ids, table = frame.f_locals["input"], frame.f_locals["weight"]
-            return (
-                f"the example's ids go from {int(ids.min())} to {int(ids.max())}, but the table that they are looked "
-                f"up in has {table.shape[0]} rows, at {line_of_error(error)}: give ids of the model's vocabulary"
-            )
-    return None
+def find_foreign_tensor(source: Source) -> ForeignTensor | None:
+    """Run forward on its example and return the first tensor of another class or layout. Cost: one run."""
+    with (
+        unchanged(source.module),
+        WriteUndo(source.module, []),
+        torch.random.fork_rng(devices=[]),
+        contextlib.suppress(Exception),  # the user's code may raise anything
+        _FirstForeign() as first,
+    ):
+        outputs_of(source.module, source.example)
+    return first.found
+
+
+class _FirstForeign(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: ForeignTensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves((args, kwargs, result)) if self.found is None else ():
+            if isinstance(leaf, torch.Tensor) and (name := _foreign_name(leaf)) is not None:
+                place = find_users_place(running_frames())
+                self.found = ForeignTensor(name, place, _has_own_operations(leaf))
+                break
+        return result
+
+
+def _has_own_operations(tensor: torch.Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _foreign_name(tensor: torch.Tensor) -> str | None:
+    if tensor.is_nested:
+        return "nested tensor"
+    if _has_own_operations(tensor):
+        return f"tensor of the class {type(tensor).__name__}"
+    return None if tensor.layout is torch.strided else f"tensor of the layout {tensor.layout}"
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

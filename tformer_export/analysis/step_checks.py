@@ -12,6 +12,7 @@ from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.capture.trace import CapturedGraph, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta, source_line
 from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.common.source_lines import size_words
 from tformer_export.sources import Source
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import all_outputs
@@ -137,8 +138,7 @@ def check_output(captured: CapturedGraph, source: Source) -> None:
         return
     of_ids = not captured.example[captured.step_name].is_floating_point()
     expected = "(batch, time, vocabulary)" if of_ids else "(batch, time, features)"
-    names = {**dict.fromkeys(captured.batch, "batch"), captured.time: "time"}
-    sizes = ", ".join(str(expression(size).subs(names)) for size in shape)
+    sizes = ", ".join(size_words(expression(size), captured.size_names) for size in shape)
     if not any(captured.time in expression(size).free_symbols for size in shape):
         difference = "which has no row for each position of it: it is pooled, or one position is taken out"
     else:

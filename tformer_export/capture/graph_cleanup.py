@@ -13,7 +13,8 @@ from torch.fx import Graph, Node
 
 from tformer_export.capture.complex_numbers import move_pairs
 from tformer_export.capture.scan import Scan
-from tformer_export.common.fx_nodes import arguments, aten, meta
+from tformer_export.common.fx_nodes import arguments, aten, describe_node, meta
+from tformer_runtime.base.errors import UnsupportedModelError
 
 _ASSERTIONS = {
     aten._assert_tensor_metadata.default,
@@ -30,6 +31,7 @@ _FILLS: dict[Any, float | None] = {  # operation → its fill value; None: the l
     aten.new_ones.default: 1,
     aten.new_empty.default: 0,
     aten.new_full.default: None,
+    aten.empty.memory_format: 0,
 }
 _LIKE = {  # they read only the sizes of their other tensor
     aten.expand_as.default: aten.expand.default,
@@ -66,6 +68,7 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        _make_numbers_alike(node)
         if node.target in _FILLS:
             _fill_by_size(graph, node)
         elif node.target is aten.type_as.default:  # it reads only the dtype of its other tensor
@@ -76,6 +79,11 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
             node.target = _LIKE[node.target]
         elif node.target is torch.ops.higher_order.scan:
             _scan_with_its_body(program, node)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator) and _has_graphs(node):
+            raise UnsupportedModelError(
+                f"{describe_node(node)} chooses or repeats operations by its data, of which a file has no counterpart: "
+                "compute both results and choose with torch.where, or write the loop in Python"
+            )
         elif node.target is _SDPA and meta(node).dim() == 3:
             _add_head_axis(graph, node)
         elif node.target is aten.baddbmm.default and node.kwargs.get("beta", 1) == 0:
@@ -97,13 +105,39 @@ def clean_graph(program: torch.export.ExportedProgram, assertions: bool) -> Grap
     return graph
 
 
+def _has_graphs(node: Node) -> bool:
+    """Return whether an operation runs graphs that it holds."""
+    return any(operand.op == "get_attr" for operand in node.all_input_nodes)
+
+
+def _make_numbers_alike(node: Node) -> None:
+    """Make all number arguments of an operation on floats floats, if some are: `clamp(min=1e-6, max=10)`.
+
+    torch takes both; torch.onnx makes constants of two types of them, which no operator takes.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value := meta(node), torch.Tensor):
+        return
+    names = {a.name for a in node.target._schema.arguments if "number" in str(a.type)}  # Scalar, or Scalar?
+    places = [i for i, a in enumerate(node.target._schema.arguments) if a.name in names and i < len(node.args)]
+    numbers = [node.args[i] for i in places] + [node.kwargs[name] for name in names if name in node.kwargs]
+    if value.is_floating_point() and {int, float} <= set(map(type, numbers)):
+        for i in places:
+            node.args = (*node.args[:i], _as_float(node.args[i]), *node.args[i + 1 :])
+        node.kwargs = {name: _as_float(v) if name in names else v for name, v in node.kwargs.items()}
+
+
+def _as_float(number: Any) -> Any:
+    return float(number) if type(number) is int else number
+
+
 def _fill_by_size(graph: Graph, node: Node) -> None:
     """Replace `zeros_like(x)`, `x.new_full(…)` and similar operations, which read no data, by `full(size, value)`."""
     value = meta(node)
     args = arguments(node)
     fill, source = _FILLS[node.target], args[0]
     fill = args[-1] if fill is None else fill
-    sizes = args[1] if "new_" in str(node.target) else _sizes(graph, node, source)
+    sizes = args[1] if "new_" in str(node.target) else source if isinstance(source, (list, tuple)) else None
+    sizes = _sizes(graph, node, source) if sizes is None else sizes
     with graph.inserting_before(node):
         full = graph.call_function(aten.full.default, (sizes, fill), {"dtype": value.dtype})
     full.meta = dict(node.meta)

@@ -55,6 +55,7 @@ from tformer_export.capture.traced_sizes import follow_sizes
 from tformer_export.common.example_sizes import BATCH_SIZE, OTHER_BATCH_SIZE, distinct_sizes
 from tformer_export.common.fx_nodes import arguments, aten, expression, meta, simplify_size, source_line
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
+from tformer_export.common.module_state import PlainTorch
 from tformer_export.common.source_lines import line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
@@ -154,6 +155,18 @@ class CapturedGraph:
     def time_limit(self) -> int | None:
         """The greatest length of the step input; None if there is none."""
         return self.limits.get(self.time) if self.time is not None else None
+
+    @property
+    def size_names(self) -> dict[sympy.Symbol, str]:
+        """The word for each symbol of the inputs' sizes: time, batch, or the name of the input."""
+        names = {
+            expression(size): f"len({name})" if axis == 1 else f"{name}.shape[{axis}]"
+            for name, node in self.inputs.items()
+            for axis, size in enumerate(meta(node).shape)
+            if isinstance(size, torch.SymInt)
+        }
+        names |= dict.fromkeys(self.batch, "batch")
+        return names if self.time is None else {**names, self.time: "time"}
 
     @property
     def step(self) -> Node | None:
@@ -411,6 +424,7 @@ def _trace(
         masked_writes(),
         rows_left(),
         lines_of_helpers_recorded(),
+        PlainTorch(),
         repeated_work_left_out(),
         small_constants_known(),
     ):

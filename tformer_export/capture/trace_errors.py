@@ -25,9 +25,14 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from tformer_export.capture.trace_patches import SizeFractionError
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
-from tformer_export.common.source_lines import OUR_PACKAGE, find_users_place, line_of_error, users_name
+from tformer_export.common.source_lines import (
+    OUR_PACKAGE,
+    find_users_place,
+    line_of_error,
+    torch_error_words,
+    users_name,
+)
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
-from tformer_runtime.base.errors import error_summary
 
 _AXIS = re.compile(r"L\['(\w+)'\](?:\[(\d+)\])?\.size\(\)\[(\d+)\]")
 
@@ -200,7 +205,7 @@ def explain_trace(
             "write it with them"
         )
     return (
-        f"forward runs, but torch.export cannot trace it, at {line_of_error(error)}: {error_summary(error)}. "
+        f"forward runs, but torch.export cannot trace it, at {line_of_error(error)}: {torch_error_words(error)}. "
         "Write that line with torch's operations on tensors"
     )
 
@@ -242,7 +247,7 @@ def _explain_fixed(
                     f"forward computes the positions of {step!r} one by one in Python, at {where}, which fixes their "
                     "number to the example's. Compute all positions at once with operations on tensors"
                 )
-    return explain_fixed(axes, watch, text.splitlines()[0])
+    return explain_fixed(axes, watch, torch_error_words(text.splitlines()[0]))
 
 
 def explain_fixed(axes: Iterable[InputAxis], watch: SizeWatch, otherwise: str = "") -> str:

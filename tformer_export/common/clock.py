@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tformer_export.common.source_lines import line_of_error
-from tformer_runtime.base.errors import SourceError, TformerError, UnsupportedModelError, error_summary
+from tformer_runtime.base.errors import (
+    MORE_MEMORY,
+    SourceError,
+    TformerError,
+    UnsupportedModelError,
+    error_summary,
+    typed_memory_error,
+)
 from tformer_runtime.cli.errors import TERMINATED
 
 
@@ -56,6 +63,17 @@ def unexpected_errors(clock: PhaseClock) -> Iterator[None]:
             f"the export failed in its phase {clock.latest!r}, at {line_of_error(error)}: {error_summary(error)}. This "
             "model was not foreseen: report the traceback (--verbose, or the cause of this error)"
         ) from error
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise OutOfMemoryError, as one sentence, for an error whose cause is missing memory, whatever it says."""
+    try:
+        yield
+    except Exception as error:
+        if (typed := typed_memory_error(error, f"an export needs some four times the weights; {MORE_MEMORY}")) is error:
+            raise
+        raise typed from error
 
 
 @contextmanager

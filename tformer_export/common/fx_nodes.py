@@ -18,19 +18,30 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 from torch.utils._sympy.printers import PythonPrinter
 
-from tformer_export.common.source_lines import is_users_file, users_line, users_name
+from tformer_export.common.source_lines import is_users_file, operation_words, users_line, users_name
 
 aten = torch.ops.aten
+ORIGIN = ("stack_trace", "nn_module_stack", "torch_fn")  # entries of a node's meta that say where it comes from
 DENSE_SIZES, MAX_SIZE = 17, 2**20  # expressions of sizes are evaluated at all sizes below the first, and at the other
 
 _LAYERS = os.path.join("torch", "nn", "modules", "")
 
 
 def operation_name(node: Node) -> str:
-    """Return the operation's name; for one of several results of an operation, the name of that operation."""
+    """Return the user's words for the operation. One of several results of an operation has the words of that."""
     while node.target is getitem and isinstance(node.args[0], Node):
         node = node.args[0]
-    return "the attention" if str(node.target) == "tformer.attention.default" else f"`{node.target}`"
+    if str(node.target) == "tformer.attention.default":
+        return "the attention"
+    called = node.meta.get("torch_fn", ("", ""))[1]  # such as "method_descriptor.mean", and "OpOverload.mean.dim"
+    is_known = isinstance(node.target, torch._ops.OpOverload) and called and not called.startswith("OpOverload")
+    frames = _frames(node.meta.get("stack_trace"))
+    return operation_words(node.target, frames, called.split(".")[-1] if is_known else None)
+
+
+def origin(node: Node) -> dict[str, Any]:
+    """Return the entries of a node's meta from which messages name it; a node in its place gets them."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
 
 
 def describe_node(node: Node) -> str:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.attention_weights import WEIGHTS
 from tformer_export.common import onnx_operators
-from tformer_export.common.fx_nodes import meta
+from tformer_export.common.fx_nodes import describe_node, meta
 from tformer_export.common.kernel_choices import ROTARY, WHOLE_ATTENTION, KernelForms
 from tformer_export.common.option_values import TARGET_NAMES
 from tformer_export.lowering.webgpu_operators import operators_without_kernel
@@ -135,7 +135,9 @@ def _split_groups(module: GraphModule, node: Node) -> None:
     """Give each group its own weight, so that a step reads only the weights of groups with rows."""
     rows, weights, ends = (*node.args, *node.kwargs.values())[:3]
     if not isinstance(weights, Node) or weights.op != "get_attr":
-        raise UnsupportedModelError(f"`{node.target}` multiplies groups of rows with matrices that are not weights")
+        raise UnsupportedModelError(
+            f"{describe_node(node)} multiplies groups of rows with matrices that are not weights"
+        )
     stacked = module.get_buffer(str(weights.target))
     parts = []
     with module.graph.inserting_before(node):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,8 +18,9 @@ from torch.utils._sympy.value_ranges import bound_sympy
 from tformer_export.capture.equal_sizes import equal_sizes_known
 from tformer_export.capture.trace_patches import repeated_work_left_out
 from tformer_export.common.example_sizes import BATCH_SIZE, DRAWN_LENGTH_FACTOR, OTHER_BATCH_SIZE
-from tformer_export.common.fx_nodes import source_line
+from tformer_export.common.fx_nodes import describe_node
 from tformer_export.common.log_silence import TRACE_LOGGERS, quiet
+from tformer_export.common.source_lines import torch_error_words
 from tformer_export.lowering.torch_onnx_patches import (
     lacks_a_form,
     operator_table_kept,
@@ -186,19 +186,17 @@ def _one_sentence_errors() -> Iterator[None]:
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)  # type: ignore[arg-type]
-        lines = [line for e in causes for line in re.sub(r"\x1b\[[0-9;]*m", "", str(e)).splitlines() if line.strip()]
-        lines = [line for line in lines if "tlparse" not in line]  # an advice to developers of PyTorch
-        missing = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)'", "\n".join(lines))
-        reason = f"it has no form of {missing[1]}" if missing else (lines or [type(error).__name__])[-1].strip()
-        where = _users_line(causes)
+        failed = _failed_node(causes)
+        is_missing = any("No ONNX function found for" in str(cause) for cause in causes)
+        reason = "it has no form of it" if is_missing else torch_error_words(causes[-1])
         raise UnsupportedModelError(
-            f"torch.onnx cannot translate the model{f', at {where}' if where else ''}: {reason}. Write it there "
-            "with other operations"
+            f"torch.onnx cannot translate {'the model' if failed is None else describe_node(failed)}: {reason}. Write "
+            "it there with other operations"
         ) from error
 
 
-def _users_line(causes: list[Exception]) -> str | None:
-    """Return the user's line of the operation at which torch.onnx failed.
+def _failed_node(causes: list[Exception]) -> torch.fx.Node | None:
+    """Return the operation at which torch.onnx failed.
 
     Its node is among the local variables in the frames of the errors.
     """
@@ -206,7 +204,7 @@ def _users_line(causes: list[Exception]) -> str | None:
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             for value in frame.f_locals.values():
                 if isinstance(value, torch.fx.Node) and value.op == "call_function" and "stack_trace" in value.meta:
-                    return source_line(value)
+                    return value
     return None
 
 

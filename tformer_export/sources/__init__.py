@@ -15,6 +15,7 @@ chat_template        the chat template of a model
 reference_pipelines  the source's own results for tasks of single tokens, for verification
 switched_adapters    several PEFT adapters in one model, switched by row
 untrusted_files      files of a source: regular, bounded, inside their folder
+forward_errors       runs of forward, and its errors as sentences
 outcome              the meaning of outputs, by the caller's task
 finish               the caller's overrides of a source
 pictures/            modules around models that read pictures in their prompt

@@ -67,6 +67,7 @@ class Source:
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
         window.
     packed_weights: name of a parameter → its matrix in 4-bit integers, which the file keeps. `module` has it in floats.
+    made_example: whether the example was made for the source, as nobody gave one.
     adapters: the names of the adapters among which the last input, ADAPTER_INPUT, chooses for each row.
     """
 
@@ -99,6 +100,7 @@ class Source:
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
     packed_weights: Mapping[str, PackedWeight] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()
+    made_example: bool = False
 
     def __post_init__(self) -> None:
         if self.step_input is not None and self.step_input not in self.example:

@@ -106,9 +106,11 @@ def _source(result: Any, spec: str, step_input: str | None, head: Head) -> Sourc
     step_input = step_input or call.pop("step_input", None)
     call.pop("step_input", None)
     call |= {"head": head} if head else {}
+    made = example is None
     example = example_ids(module) if example is None else example
     limits = {name: options.get(name) for name in ("series", "max_length")}
-    return finish(from_module(module, example, step_input, **call, **limits), SourceOverrides.of(**options))
+    source = from_module(module, example, step_input, **call, **limits)
+    return finish(replace(source, made_example=made), SourceOverrides.of(**options))
 
 
 def _arguments(config: Path | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tformer_export.common.checkpoint import load_checkpoint
-from tformer_export.common.clock import exits_refused
+from tformer_export.common.clock import exits_refused, memory_errors
 from tformer_export.sources.base import Source
 from tformer_export.sources.checkpoint_source import from_checkpoint
 from tformer_export.sources.exported_program import from_file, is_program
@@ -70,7 +70,7 @@ def load_source(
     """
     text = find_source(spec, revision, factory)
     try:
-        with exits_refused():
+        with memory_errors(), exits_refused():
             return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, picture_size)
     except TformerError:
         raise

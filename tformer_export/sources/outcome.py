@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from msgspec import structs
 
 from tformer_export.sources.base import Source
+from tformer_export.sources.forward_errors import run_example
 from tformer_export.sources.pooling import with_pooling
 from tformer_export.sources.task_names import ANSWERS, CLASSES, CLASSIFIES, CLASSIFIES_IMAGES, LABELS_TOKENS
 from tformer_runtime.base.errors import OptionError, SourceError
@@ -52,7 +52,7 @@ def _class_meaning(source: Source, labels: tuple[str, ...], problem: str) -> Out
     row of scores.
     """
     of_tokens = source.task == LABELS_TOKENS
-    shape = _output_shapes(source)[0]
+    shape = tuple(run_example(source)[0].shape)
     if len(shape) != 2 + of_tokens:
         subject, axes = ("each token", "(batch, time, labels)") if of_tokens else ("each row", "(batch, labels)")
         raise SourceError(
@@ -69,16 +69,10 @@ def _class_meaning(source: Source, labels: tuple[str, ...], problem: str) -> Out
 
 def _check_span_scores(source: Source) -> None:
     """Raise SourceError unless the outputs are scores of the begin and of the end of an answer."""
-    shapes = _output_shapes(source)
+    shapes = [tuple(each.shape) for each in run_example(source)]
     if len(shapes) != 2 or any(len(shape) != 2 for shape in shapes):
         raise SourceError(
             "a model that answers questions must return two scores for each token, that an answer starts there and "
             f"that it ends there, (batch, time) each, but this model returns {', '.join(map(str, shapes))}: name both "
             "outputs (output=[START, END])"
         )
-
-
-def _output_shapes(source: Source) -> list[tuple[int, ...]]:
-    with source.eval_mode(), torch.no_grad():
-        outputs = source.module(*source.example.values())
-    return [tuple(each.shape) for each in (outputs if isinstance(outputs, tuple) else (outputs,))]

@@ -12,6 +12,7 @@ from torch import nn
 from tformer_export.common.derived_inputs import padding
 from tformer_export.common.option_values import POOLINGS
 from tformer_export.sources.base import Source
+from tformer_export.sources.forward_errors import run_example
 from tformer_export.sources.pooled_module import POOLS, Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
 
@@ -38,8 +39,7 @@ def with_pooling(
     if source.outputs:
         raise SourceError(f"pooling takes one output, but the model returns {', '.join(source.outputs)}: name one")
     of = next(iter(source.caller_inputs), "")
-    with source.eval_mode(), torch.no_grad():
-        shape = tuple(source.module(*source.example.values()).shape)
+    shape = tuple(run_example(source)[0].shape)
     example_ids = source.example[of]
     whole = example_ids.is_floating_point() and example_ids.dim() == 4  # an image: all positions are valid
     if len(shape) != 3 or not (whole or shape[:2] == example_ids.shape[:2]):

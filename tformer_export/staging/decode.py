@@ -16,7 +16,7 @@ from tformer_export.analysis.binding_time import Level
 from tformer_export.capture.scan import Scan
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
-from tformer_export.common.fx_nodes import arguments, aten, meta, source_line
+from tformer_export.common.fx_nodes import arguments, aten, describe_node, meta, origin
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput
 from tformer_export.staging.emitter import CachedValue, ContextTensor, Emitter, Port, Program, context_shape
 from tformer_export.staging.layouts import Layout
@@ -402,7 +402,7 @@ class DecodeEmitter(Emitter):
         operands.insert(end, self.call(operator.lt, offsets, counts))  # (new, batch)
         guarded = scan.guarded([(s.rows.axis, s.rows.times, s.rows.outer) for s in recurrence.states])
         result = self.graph.call_function(guarded, tuple(operands))
-        result.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        result.meta = origin(node)
         for state, carry in zip(recurrence.states, carries, strict=True):
             last = state.rows.split(self.call, self.call(operator.getitem, result, state.result))
             if state.rows.batch_axis != 0:
@@ -445,7 +445,7 @@ class DecodeEmitter(Emitter):
         new = [axis for axis, role in roles if role == NEW]
         every = [axis for axis, role in roles if role == ALL]
         if len(new) > 1:
-            raise UnsupportedModelError(f"`{leaf.target}` at {source_line(leaf)} is indexed twice by the new position")
+            raise UnsupportedModelError(f"{describe_node(leaf)} is indexed twice by the new position")
         table = self.tables[leaf]
         if not new:  # a slot has the same position in every row
             result = self.constant(leaf.name, table.values)
@@ -537,7 +537,7 @@ class DecodeEmitter(Emitter):
         if place is not None:
             return place
         raise UnsupportedModelError(
-            f"`{user.target}` at {source_line(user)} uses a table over positions in a way that leaves no axis for the "
+            f"{describe_node(user)} uses a table over positions in a way that leaves no axis for the "
             "rows of a batch, whose positions differ"
         )
 

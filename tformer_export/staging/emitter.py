@@ -21,7 +21,8 @@ from tformer_export.analysis.batch_axes import BatchAxis
 from tformer_export.analysis.binding_time import Level, is_fixed
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common import onnx_operators
-from tformer_export.common.fx_nodes import aten, expression, meta
+from tformer_export.common.fx_nodes import aten, expression, meta, origin
+from tformer_export.common.source_lines import size_words
 from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format import manifest
@@ -129,7 +130,7 @@ class Emitter:
             copy = self.call(onnx_operators.running_logsumexp, *args, self.max_length or MAX_POSITIONS)
         else:
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copy.meta = {k: node.meta[k] for k in ("stack_trace", "nn_module_stack") if k in node.meta}
+        copy.meta = origin(node)
         return copy
 
     def input(self, name: str, dtype: torch.dtype, shape: tuple[int | str, ...]) -> Node:
@@ -174,7 +175,10 @@ class Emitter:
             return time
         if expr.is_Symbol:
             if expr not in self.sizes:
-                raise UnsupportedModelError(f"a size of the step depends on a free axis ({expr}) that it cannot see")
+                raise UnsupportedModelError(
+                    f"a size of the step follows from {self._words(expr)}, which a step does not know: compute it from "
+                    "the sizes of the step input"
+                )
             key = "size", expr
             if key not in self.emitted:
                 self.emitted[key] = self.call(aten.sym_size.int, *self.sizes[expr])
@@ -193,7 +197,10 @@ class Emitter:
                 return first
         if isinstance(expr, sympy.Pow) and expr.exp.is_Integer and int(expr.exp) > 0:
             return self._size(sympy.Mul(*[expr.base] * int(expr.exp), evaluate=False), time)
-        raise UnsupportedModelError(f"a size of the model is an expression that cannot be exported: {expr}")
+        raise UnsupportedModelError(f"a size of the model is an expression that no file can hold: {self._words(expr)}")
+
+    def _words(self, expr: sympy.Expr) -> str:
+        return size_words(expr, self.captured.size_names)
 
     def _is_never_less(self, expr: sympy.Expr) -> bool:
         """Return whether a number is at least the maximum length."""

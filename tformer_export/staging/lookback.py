@@ -63,6 +63,8 @@ class Graph(Protocol):
 
     def is_exact(self, node: Node, axis: int) -> bool: ...
 
+    def free_axes(self, node: Node) -> list[int]: ...
+
     def is_timed_size(self, leaf: Any) -> bool: ...
 
     def size(self, node: Node, time: int) -> int: ...
@@ -136,11 +138,14 @@ def find_lookback(graph: Graph, exit: Node) -> Lookback | None:
 
 
 def _regions(graph: Graph, exit: Node) -> Iterator[tuple[Node, ...]]:
+    """Yield the regions that end at `exit` and whose operands can be cached, the smallest first."""
+
     def keeps_positions(node: Node) -> bool:
         if graph.level[node] == Level.CONSTANT:
             return True
         axes = graph.time_axes(node)
-        return len(axes) == 1 and isinstance(meta(node), torch.Tensor) and graph.is_exact(node, axes[0])
+        is_sequence = len(axes) == 1 and isinstance(meta(node), torch.Tensor) and graph.is_exact(node, axes[0])
+        return is_sequence and not graph.free_axes(node)
 
     if all(map(keeps_positions, (n for n in exit.all_input_nodes if graph.level[n] == Level.STEP))):
         yield (exit,)

@@ -141,6 +141,8 @@ def _cached_attention(
         return None
     if any(not solver.is_exact(n, 2) for n in (node, key, value)):  # the operator writes a slot for each new row
         return None
+    if solver.free_axes(key) or solver.free_axes(value):  # they cannot be cached
+        return None
     unique = [_unrepeated(solver, n) for n in (key, value)]
     if meta(unique[0]).shape[1] != meta(unique[1]).shape[1]:
         unique = [key, value]

@@ -13,8 +13,9 @@ from tformer_export.analysis.determinism import failing_line
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.analysis.interpreter import run
 from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.source_lines import torch_error_words
 from tformer_export.staging.restriction import PROBE_LENGTH
-from tformer_runtime.base.errors import UnsupportedModelError, error_summary
+from tformer_runtime.base.errors import UnsupportedModelError
 
 
 def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict[Node, Any]:
@@ -28,8 +29,8 @@ def run_probe(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> dict
     except (RuntimeError, IndexError) as error:
         where = failing_line(captured, probe)
         raise UnsupportedModelError(
-            f"the traced model fails at a length of {PROBE_LENGTH}{where}: {error_summary(error)}. The file has to run "
-            "at any size"
+            f"the traced model fails at a length of {PROBE_LENGTH}{where}: {torch_error_words(error)}. The file "
+            "has to run at any size"
         ) from error
 
 

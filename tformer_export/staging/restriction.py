@@ -35,12 +35,12 @@ from tformer_export.analysis.batch_axes import BatchAxis, find_rows
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import Constants, call
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import expression, is_read_from_data, meta, source_line, symbols
+from tformer_export.common.fx_nodes import describe_node, expression, is_read_from_data, meta, symbols
 from tformer_export.staging.layouts import PLAIN, Layout, possible_layouts
 from tformer_export.staging.lookback import Lookback, find_lookback
 from tformer_export.staging.recurrence import Recurrence, find_recurrence
 from tformer_export.staging.regions import find_regions
-from tformer_export.staging.restriction_errors import explain_refusal
+from tformer_export.staging.restriction_errors import SINGLE_PASS_ADVICE, explain_refusal
 from tformer_runtime.base.errors import UnsupportedModelError
 
 NEW, ALL = "new", "all"
@@ -519,9 +519,15 @@ class RestrictionSolver:
                 not self._can_be_cached(best) or self.values[current].numel() < self.values[best].numel()
             ):
                 best = current
+        if self.free_axes(best):
+            raise UnsupportedModelError(
+                f"{describe_node(node)} is needed for earlier positions too, and it has an axis whose size follows "
+                "from another input, so it has no place in a cache of fixed size. Compute it for the earlier positions "
+                "again from a value that has no such axis, or " + SINGLE_PASS_ADVICE
+            )
         if not self._can_be_cached(best):
             raise UnsupportedModelError(
-                f"`{node.target}` at {source_line(node)} needs the past of a value whose batch or time axis is "
+                f"{describe_node(node)} needs the past of a value whose batch or time axis is "
                 "merged with another in a way that cannot be told apart; keep batch and time as axes of their own"
             )
         self.cuts[best] = self.time_axes(best)[0]
@@ -529,9 +535,19 @@ class RestrictionSolver:
 
     def _can_be_cached(self, node: Node) -> bool:
         axes = self.time_axes(node)
-        if len(axes) != 1 or node in self.unknown_layouts or self.rows(node) is None:
+        if len(axes) != 1 or node in self.unknown_layouts or self.rows(node) is None or self.free_axes(node):
             return False
         return self.is_exact(node, axes[0]) or self.layout(node, axes[0]).is_padded
+
+    def free_axes(self, node: Node) -> list[int]:
+        """Return the axes whose size follows neither from the batch nor from the positions, such as source length."""
+        value = _first(meta(node))
+        known = {self.time, *self.captured.batch}
+        return (
+            [a for a, size in enumerate(value.shape) if symbols(size) - known]
+            if isinstance(value, torch.Tensor)
+            else []
+        )
 
     def rows(self, node: Node) -> BatchAxis | None:
         """Return the axis of a value that holds the rows of the batch, if it is unambiguous."""

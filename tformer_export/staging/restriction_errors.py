@@ -19,7 +19,15 @@ from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import call
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import describe_node, is_read_from_data, meta, operation_name, source_line
+from tformer_export.common.fx_nodes import (
+    describe_node,
+    expression,
+    is_read_from_data,
+    meta,
+    operation_name,
+    source_line,
+)
+from tformer_export.common.source_lines import size_words
 from tformer_export.staging.layouts import Layout
 
 SINGLE_PASS_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
@@ -105,15 +113,25 @@ def _first(value: Any) -> Any:
 
 def _has_other_rows(layouts: ValueLayouts, node: Node) -> bool:
     """Return whether the number of rows on an axis is no multiple of the number of positions."""
-    value = _first(layouts.values[node])
-    return node in layouts.unknown_layouts and any(
-        value.shape[axis] % layouts.sizes[layouts.time] for axis in layouts.time_axes(node)
-    )
+    return node in layouts.unknown_layouts and bool(_other_axes(layouts, node))
+
+
+def _other_axes(layouts: ValueLayouts, node: Node) -> list[int]:
+    """Return the time axes whose number of rows is no multiple of the number of positions."""
+    shape = _first(layouts.values[node]).shape
+    return [axis for axis in layouts.time_axes(node) if shape[axis] % layouts.sizes[layouts.time]]
 
 
 def _explain_other_rows(layouts: ValueLayouts, node: Node) -> str:
     """Return the message for a value whose rows are no positions, by its effect on the next value whose rows are."""
-    size = str(_first(meta(node)).shape[layouts.time_axes(node)[0]]).replace(str(layouts.time), "time")
+    rows = expression(_first(meta(node)).shape[_other_axes(layouts, node)[0]])
+    size = size_words(rows, layouts.captured.size_names)
+    if not rows.is_polynomial(layouts.time):
+        return (
+            f"{describe_node(node)} gives {size} values, a number that changes with the length of the sequence in "
+            "another way than its positions, so that its result for a position changes as the sequence grows. Let it "
+            f"give one number of values at any length, such as by padding what it reads; or {SINGLE_PASS_ADVICE}"
+        )
     reason = f"{describe_node(node)} has {size} rows where the step input has time"
     above, below = _nearest(layouts, node, up=True), _nearest(layouts, node, up=False)
     if above is not None and below is not None:

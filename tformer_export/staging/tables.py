@@ -23,7 +23,7 @@ from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import run
-from tformer_export.common.fx_nodes import as_function, expression, meta, source_line
+from tformer_export.common.fx_nodes import as_function, describe_node, expression, meta, source_line
 from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.restriction import PROBE_LENGTH, RestrictionSolver
@@ -233,7 +233,7 @@ class _Constants:
             culprit = self._culprit(node, shorter)
             kind = "a number that changes" if node in self.invariant else "a table whose values change"
             raise UnsupportedModelError(
-                f"`{culprit.target}` at {source_line(culprit)} makes {kind} with the length of the sequence, so "
+                f"{describe_node(culprit)} makes {kind} with the length of the sequence, so "
                 "that what was cached would become wrong as the sequence grows; make it depend on "
                 "positions alone, or fix its length"
             )
@@ -325,7 +325,7 @@ def _table(solver: RestrictionSolver, node: Node, values: torch.Tensor) -> Table
     repeats = [times_batch(solver.captured, meta(node).shape[a]) for a in sized]
     if None in repeats or len(sized) > 1:
         raise UnsupportedModelError(
-            f"`{node.target}` at {source_line(node)} makes a table over positions whose other axes are sized by the "
+            f"{describe_node(node)} makes a table over positions whose other axes are sized by the "
             "input, which cannot be kept in the file"
         )
     layouts = tuple(solver.layout(node, axis) for axis in axes)
@@ -345,6 +345,4 @@ def _table(solver: RestrictionSolver, node: Node, values: torch.Tensor) -> Table
         first, second = unmerged.unbind(BatchAxis(axis, times, outer).batch_axis)
         if torch.equal(first, second):
             return Table(first.unsqueeze(axis) if times == 1 else first, axes, BatchAxis(axis, times, outer), layouts)
-    raise UnsupportedModelError(
-        f"`{node.target}` at {source_line(node)} makes a table over positions that differs from row to row"
-    )
+    raise UnsupportedModelError(f"{describe_node(node)} makes a table over positions that differs from row to row")

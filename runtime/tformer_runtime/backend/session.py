@@ -33,11 +33,13 @@ from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import (
+    MORE_MEMORY,
     DeviceError,
     InputError,
     ModelFileError,
     OutOfMemoryError,
     TformerError,
+    typed_memory_error,
 )
 from tformer_runtime.base.extras import import_onnxruntime, install_command
 from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int, named_path
@@ -60,7 +62,6 @@ _CUDA = "CUDAExecutionProvider"
 _CPU = "CPUExecutionProvider"
 _DTYPES = {"float": "float32", "double": "float64"}  # onnxruntime's names that are not numpy's
 _EXTERNAL = re.compile(r"external (data|initializer)|GetFileLength|GetExtData", re.IGNORECASE)
-_NO_MEMORY = re.compile(r"allocate memory|bad.alloc|AllocateRaw|out of memory", re.IGNORECASE)
 _OUT_OF_RANGE = re.compile(r"idx=(-?\d+) must be within the inclusive range \[(-?\d+),(-?\d+)\]")
 
 
@@ -223,11 +224,8 @@ class Session:
         except TformerError:
             raise
         except Exception as error:
-            if _NO_MEMORY.search(str(error)):
-                raise OutOfMemoryError(
-                    "there is not enough memory to run the model: give shorter inputs, or fewer at once "
-                    f"({_first_line(error)})"
-                ) from error
+            if (typed := typed_memory_error(error)) is not error:
+                raise typed from error
             raise self._translate_error(error) from error
 
     def _run(self, binding: Binding, stage: SessionName, graph: int | None) -> None:
@@ -478,6 +476,8 @@ class Session:
         """
         if isinstance(error, TformerError):
             return error
+        if isinstance(typed := typed_memory_error(error, MORE_MEMORY), OutOfMemoryError):
+            return typed
         text = str(error).strip()
         index = _OUT_OF_RANGE.search(text)
         if index:

@@ -19,7 +19,16 @@ TformerError                base class; the command lines print its one sentence
 from __future__ import annotations
 
 import errno
+import re
 
+SMALLER_INPUTS = "give shorter inputs, or fewer at once"
+MORE_MEMORY = "use a machine with more memory, or raise its limit (ulimit -v, the limit of a container)"
+_NO_MEMORY = re.compile(
+    r"allocate memory|unable to allocate|tried to allocate|bad.alloc|AllocateRaw|out of memory|failed to map segment"
+    r"|can't start new thread",
+    re.IGNORECASE,
+)
+_AMOUNT = re.compile(r"(?:allocate|buffer of size) (\d+(?:\.\d+)?)(?: (bytes|[KMGT]iB))?", re.IGNORECASE)
 MAX_QUOTED_CHARS = 200  # of the text of another library's error, or of an input
 MAX_SENTENCE_CHARS = 20_000  # enough for the names of all weights that do not fit; an input may be far longer
 
@@ -104,19 +113,39 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
     return type(error)(error.reason, input_number)
 
 
-def typed_memory_error(error: BaseException) -> BaseException:
-    """Return the OutOfMemoryError for an error that says that there is no memory, and any other error itself.
+def typed_memory_error(error: BaseException, advice: str = SMALLER_INPUTS) -> BaseException:
+    """Return the OutOfMemoryError for an error, or a cause of it, that says that memory is missing; else the error.
 
-    That is a MemoryError of Python or numpy, and the errors of a thread or a process that cannot be started.
+    advice: the end of the sentence.
     """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OutOfMemoryError):
+        if _is_memory_error(cause):
+            typed = OutOfMemoryError(f"there is not enough memory{_wanted(str(cause))}: {advice}")
+            typed.__cause__ = error
+            return typed
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return error
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    """Return whether an error of Python, numpy, torch, onnxruntime or the system says that memory is missing."""
+    if isinstance(error, TformerError):
+        return False
     is_of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    is_of_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
-    if not (isinstance(error, MemoryError) or is_of_system or is_of_thread):
-        return error
-    reason = f" ({str(error).strip()[:MAX_QUOTED_CHARS]})" if str(error).strip() else ""
-    typed = OutOfMemoryError(f"there is not enough memory{reason}: give shorter inputs, or fewer at once")
-    typed.__cause__ = error
-    return typed
+    return isinstance(error, MemoryError) or is_of_system or _NO_MEMORY.search(str(error)) is not None
+
+
+def _wanted(text: str) -> str:
+    """Return how much memory was asked for, in parentheses, if the error says so."""
+    found = _AMOUNT.search(text)
+    if found is None:
+        return ""
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    size, unit = float(found[1]), units.index(found[2]) if found[2] in units else 0
+    while size >= 1024 and unit < len(units) - 1:
+        size, unit = size / 1024, unit + 1
+    return f" ({size:.4g} {units[unit]} more were asked for)"
 
 
 def error_summary(error: BaseException) -> str:

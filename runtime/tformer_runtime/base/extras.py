@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from tformer_runtime.base.errors import MissingExtraError
+from tformer_runtime.base.errors import MORE_MEMORY, MissingExtraError, typed_memory_error
 
 TELEMETRY_OFF = {  # environment variables of packages that send data unasked → the value with which they send nothing
     "ORT_DISABLE_TELEMETRY": "1",  # onnxruntime 1.29 and later; else it also writes a device id under HOME
@@ -63,6 +63,8 @@ def import_optional(name: str, purpose: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"{purpose}: {install_command(extra)}") from error
     except (ImportError, OSError) as error:  # OSError: the module is installed, but its C library is not
+        if (typed := typed_memory_error(error, MORE_MEMORY)) is not error:
+            raise typed from error
         raise MissingExtraError(
             f"{purpose}, which is installed and cannot be loaded ({error}): install it again, "
             f"{install_command(extra).replace('pip install', 'pip install --force-reinstall')}"

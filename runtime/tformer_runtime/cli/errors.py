@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import click
 
-from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
+from tformer_runtime.base.errors import MORE_MEMORY, OutputError, TformerError, error_summary, typed_memory_error
 from tformer_runtime.base.process_memory import require_stack
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -55,16 +55,14 @@ def errors_as_sentences(
     except OSError as error:
         refused = _flush_or_discard()
         if refused is None:
-            _fail(command, _unforeseen(command, error), error, 1, verbose)
+            _fail(command, _sentence(command, error), error, 1, verbose)
         if isinstance(refused, BrokenPipeError):  # the reader of the results has gone
             sys.exit(1)
         _fail(command, f"the results cannot be written: {refused.strerror}", error, 1, verbose)
     except UnicodeEncodeError as error:
         _fail(command, _lacking_character(error) or _unforeseen(command, error), error, 1, verbose)
-    except MemoryError as error:
-        _fail(command, str(typed_memory_error(error)), error, 1, verbose)
     except Exception as error:
-        _fail(command, _unforeseen(command, error), error, 1, verbose)
+        _fail(command, _sentence(command, error), error, 1, verbose)
 
 
 def _is_ascii(encoding: str | None) -> bool:
@@ -104,6 +102,12 @@ def _flush_or_discard() -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
+
+
+def _sentence(command: str, error: Exception) -> str:
+    """Return the sentence of an error that has none: of missing memory, or one that names the file of its traceback."""
+    typed = typed_memory_error(error, MORE_MEMORY)
+    return str(typed) if typed is not error else _unforeseen(command, error)
 
 
 def _unforeseen(command: str, error: Exception) -> str:

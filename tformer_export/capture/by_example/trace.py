@@ -69,7 +69,7 @@ class _Tracer:
     def trace(self) -> RebuiltModule | None:
         try:
             first = self._record(self._sizes(2), DataKind(False), 0)
-        except FORWARD_FAILURES as error:
+        except Exception as error:  # the user's code may raise anything on what a record gives it
             logger.debug("forward cannot be recorded: %s", error)
             return None
         if not all(self._run(self._sizes(2), kind) for kind in self.draws.kinds):

@@ -20,6 +20,7 @@ from tformer_export.common.derived_inputs import padding
 from tformer_export.sources.base import Source, as_float32, eval_mode
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
+from tformer_export.sources.forward_errors import run_example
 from tformer_export.sources.hugging_face.single_pass import MASK
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.task_names import RECOGNIZES
@@ -73,6 +74,7 @@ def _on_samples(module: Any, task: str, name: str | None, masked: bool) -> Sourc
         masks[MASK] = padding(SAMPLES, dtype=torch.int64)
         example[MASK] = torch.ones(sound.shape, dtype=torch.int64)
     return Source(
+        made_example=True,
         module=Adapter(single, list(example), fixed_arguments=constants),
         example=example,
         step_input=None,
@@ -190,8 +192,7 @@ def _with_vocabulary(source: Source, tokenizer: Any) -> Source:
 
     Raises SourceError for a tokenizer that writes random ids in another way than `CtcSpelling`.
     """
-    with source.eval_mode(), torch.no_grad():
-        width = int(source.module(*source.example.values()).shape[-1])
+    width = int(run_example(source)[0].shape[-1])
     blank = tokenizer.pad_token_id
     if blank is None or not 0 <= blank < width:
         raise SourceError("the tokenizer names no padding token, which is the blank of its model: set pad_token")

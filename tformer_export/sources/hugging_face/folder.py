@@ -342,6 +342,7 @@ def from_transformers(
         module=Adapter(as_float32(module), list(example), fixed_arguments={"use_cache": False}),
         example=example,
         step_input=step,
+        made_example=True,
         name=name or type(module).__name__,
         task=TRANSLATES if config.is_encoder_decoder else GENERATES,
         masks=masks,

@@ -154,6 +154,7 @@ def from_image_model(module: Any, task: str, name: str | None = None) -> Source:
     size = getattr(config, "image_size", None) or 224
     shape = (2, int(getattr(config, "num_channels", None) or 3), *_height_and_width(size))
     return Source(
+        made_example=True,
         module=Adapter(as_float32(module), [module.main_input_name]),
         example={module.main_input_name: torch.randn(shape, generator=torch.Generator().manual_seed(0))},
         step_input=None,

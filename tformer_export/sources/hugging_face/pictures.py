@@ -107,6 +107,7 @@ def from_picture_prompt_model(
     longest = positions if processor is None else _longest_picture(placeholder, processor.tokenizer)
     default_length = TEXT_TOKENS + DEFAULT_PICTURES * longest
     source = Source(
+        made_example=True,
         module=Adapter(wrapped, list(example), fixed_arguments=FIXED),
         example=example,
         step_input=IDS,

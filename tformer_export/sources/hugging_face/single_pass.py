@@ -39,6 +39,7 @@ SPECIAL = {
     FILLS: (MASKED, "mask"),
 }  # task → the setting of the special token that results need, and its name in transformers
 MIN_UNLIMITED_TOKENS = 10**9  # tokenizers without a limit state a number far above
+FIRST_LENGTH, TRIED_LENGTHS = 3, (4, 8, 16, 32, 64)  # of an example
 MAX_TRIED_TOKENS = 1024  # positions up to which the length in the config is verified by a run
 
 
@@ -53,13 +54,14 @@ def from_text_model(module: Any, task: str, name: str | None = None) -> Source:
             "of its inputs"
         )
     taken = inspect.signature(module.forward).parameters
-    ids = torch.arange(1, 7).reshape(2, 3) % 3
+    constants = {"use_cache": False} if "use_cache" in taken else {}
+    single = as_float32(module)
+    ids, needs_length = _example_ids(single, MASK in taken, constants)
     example, masks = {IDS: ids}, {}
     if MASK in taken:
         masks[MASK] = padding(IDS, dtype=torch.int64)
         example[MASK] = torch.ones_like(ids)
-    constants = {"use_cache": False} if "use_cache" in taken else {}
-    single = as_float32(module)
+    is_of_one_length = needs_length == ids.shape[1]
     outputs = OUTPUTS.get(task, ())
     adapter = Adapter(single, list(example), fixed_arguments=constants, output=outputs or None)
     pad = getattr(module.config, "pad_token_id", None)
@@ -71,11 +73,58 @@ def from_text_model(module: Any, task: str, name: str | None = None) -> Source:
         task=task,
         masks=masks,
         special_tokens=SpecialTokens(pad_token_id=pad if isinstance(pad, int) else None),
-        max_length=_max_positions(single, module.config, constants),
+        max_length=needs_length if is_of_one_length else _max_positions(single, module.config, constants, ids),
         output_meaning=output_meaning_of(module.config, task),
         outputs=outputs,
+        axes=dict.fromkeys(example, (0,)) if is_of_one_length else {},
+        min_lengths={IDS: needs_length} if needs_length and not is_of_one_length else {},
+        made_example=True,
     )
     return _with_token_types(source, returned=False)
+
+
+def _example_ids(module: nn.Module, masked: bool, constants: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    """Return ids, (batch, time), that forward takes; those of the first try if it takes none.
+
+    A layer may need some positions, or exactly as many as its config states.
+
+    Return with them the least length at which forward runs, if it does not run at the first one; the length of the ids
+    if it runs at no other. Cost: one run, or some dozens if forward fails.
+
+    Raises SourceError for a model that takes only rows with its end token.
+    """
+
+    config: Any = module.config
+    end = getattr(config, "eos_token_id", None)
+    others = torch.tensor([i for i in range(4) if i != end][:3])
+
+    def ids_of(length: int) -> torch.Tensor:
+        return others[torch.arange(1, 2 * length + 1).reshape(2, length) % 3]
+
+    def runs(ids: torch.Tensor) -> bool:
+        mask = {MASK: torch.ones_like(ids)} if masked else {}
+        try:
+            with eval_mode(module), torch.no_grad():
+                module(**{IDS: ids, **mask}, **constants)
+        except Exception:  # forward may raise anything; that of the first try is reported later
+            return False
+        return True
+
+    first = ids_of(FIRST_LENGTH)
+    if runs(first):
+        return first, 0
+    if isinstance(end, int) and runs(first.index_fill(1, torch.tensor([FIRST_LENGTH - 1]), end)):
+        raise SourceError(
+            f"{type(module).__name__} takes only rows that hold its end token, id {end}, and selects positions by "
+            "their ids, which cannot be exported: give it a head that reads the first position, the last or the mean"
+        )
+    stated = {n for n in config.to_dict().values() if isinstance(n, int) and n <= MAX_TRIED_TOKENS}
+    for length in sorted({*TRIED_LENGTHS, *(n for n in stated if n > FIRST_LENGTH)}):
+        if runs(ids_of(length)) and runs(ids_of(length)[[0, 1, 0]]):  # at some lengths it may mix two rows
+            if not runs(ids_of(length + 1)):
+                return ids_of(length), length
+            return ids_of(length + 1), 1 + bisect_left(range(1, length), True, key=lambda n: runs(ids_of(n)))
+    return first, 0
 
 
 def output_meaning_of(config: Any, task: str) -> OutputMeaning:
@@ -217,8 +266,10 @@ def _output(adapter: Adapter, example: Mapping[str, torch.Tensor], kind: int | N
         return None
 
 
-def _max_positions(module: nn.Module, config: Any, constants: Mapping[str, Any]) -> int | None:
+def _max_positions(module: nn.Module, config: Any, constants: Mapping[str, Any], ids: torch.Tensor) -> int | None:
     """Return the number of positions that the model takes; None if its config does not state it.
+
+    ids: an example that forward takes.
 
     It is fewer than the config states if forward fails at that length. Tables of positions may begin with unused
     entries. Cost: one run at that length, or a binary search of runs.
@@ -228,13 +279,13 @@ def _max_positions(module: nn.Module, config: Any, constants: Mapping[str, Any])
     if limit is None or limit > MAX_TRIED_TOKENS:
         return limit
     pad = getattr(config, "pad_token_id", None)
-    token = 1 if pad == 0 else 0
+    row = ids[:1] if pad is None else torch.where(ids[:1] == pad, 1 if pad == 0 else 0, ids[:1])
 
     def works(length: int) -> bool:
         try:
             with eval_mode(module), torch.no_grad():
-                module(**{IDS: torch.full((1, length), token)}, **constants)
-        except (IndexError, RuntimeError):
+                module(**{IDS: row[:, torch.arange(length) % row.shape[1]]}, **constants)
+        except Exception:  # forward may raise anything
             return False
         return True
 

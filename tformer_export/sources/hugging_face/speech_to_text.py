@@ -83,6 +83,7 @@ def from_speech_to_text_model(
     opening = read_decoder_prompt(module)
     below = None if opening.no_timestamps is None else opening.no_timestamps + 1
     return Source(
+        made_example=True,
         module=Adapter(single, list(example), fixed_arguments={"use_cache": False}),
         example=example,
         step_input=STEP_INPUT,

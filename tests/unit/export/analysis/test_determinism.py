@@ -68,7 +68,7 @@ class NoisyChoice(Mixer):
 
 
 def test_random_operation_is_named_before_the_branch_that_it_decides(tmp_path):
-    assert f"`aten.randn_like.default` at {here(NoisyChoice.forward)} gives something else each time" in refusal(
+    assert f"`randn_like` at {here(NoisyChoice.forward)} gives something else each time" in refusal(
         NoisyChoice, tmp_path
     )
 

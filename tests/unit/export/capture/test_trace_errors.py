@@ -279,6 +279,81 @@ def test_example_ids_beyond_vocabulary_are_refused(tmp_path):
     )
 
 
+class Keeps(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.memory = None
+
+    def forward(self, x, tgt):
+        if self.memory is None:
+            self.memory = x
+        return x + self.memory
+
+
+def test_value_that_is_kept_between_calls_is_refused_by_its_name(tmp_path):
+    message = refusal(Keeps, tmp_path)
+    assert message.startswith("forward changes mix.memory, and so keeps something from one call to the next")
+
+
+# -- only while operations are recorded -------------------------------------------------------------------------------
+
+
+class Nested(Mixer):
+    def forward(self, x, tgt):
+        rows = torch.nested.nested_tensor(list(x), layout=torch.jagged)  # HERE
+        return torch.nested.to_padded_tensor(rows * 2, 0.0)
+
+
+class Sparse(Mixer):
+    def forward(self, x, tgt):
+        near = torch.ones(x.shape[1], x.shape[1]).tril().to_sparse()  # HERE
+        return torch.stack([torch.sparse.mm(near, row) for row in x])
+
+
+class Masked(Mixer):
+    def forward(self, x, tgt):
+        scores = x @ x.transpose(1, 2)
+        seen = torch.ones(scores.shape, dtype=torch.bool).tril()
+        return torch.masked.masked_tensor(scores, seen).softmax(-1).to_tensor(0.0) @ x  # HERE
+
+
+@pytest.mark.parametrize(
+    ("mixer", "name"),
+    [(Nested, "nested tensor"), (Sparse, "tensor of the layout"), (Masked, "tensor of the class MaskedTensor")],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_that_no_file_has_is_refused_by_its_name(mixer, name, tmp_path):
+    message = refusal(mixer, tmp_path)
+    assert message.startswith(f"forward makes a {name}")
+    assert f"at {here(mixer.forward)}, and a file has plain tensors alone" in message
+
+
+class Conditional(Mixer):
+    def forward(self, x, tgt):
+        return torch.cond(x.mean() > 0, lambda x: x * 2, lambda x: x - 1, (x,))  # HERE
+
+
+def test_operation_that_runs_graphs_is_refused_by_its_name(tmp_path):
+    message = refusal(Conditional, tmp_path)
+    assert message.startswith(f"`cond` at {here(Conditional.forward)} chooses or repeats operations by its data")
+
+
+class Watched(Mixer):
+    """A module that refuses to run below a mode, of which torch has several."""
+
+    def forward(self, x, tgt):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("not below a mode")  # HERE
+        return x
+
+
+def test_forward_that_runs_by_itself_is_not_said_to_fail_by_itself(tmp_path):
+    assert refusal(Watched, tmp_path) == (
+        f"forward runs, but not while the export records its operations, at {here(Watched.forward)}: RuntimeError: not "
+        "below a mode. Write that line with torch's operations on plain tensors"
+    )
+
+
 # -- where the numbers are --------------------------------------------------------------------------------------------
 
 
