@@ -681,7 +681,8 @@ class Model:
         """
         self.must_be_open()
         session = self.engine.session
-        return {**file_info(session.path, self.manifest), "device": self.device, "kernels": session.kernels}
+        facts = file_info(session.path, self.manifest, session.files.num_bytes)
+        return {**facts, "device": self.device, "kernels": session.kernels}
 
     @cached_property
     def _file_options(self) -> GenerationOptions:

@@ -90,6 +90,7 @@ _FILE = click.Path(path_type=Path)
     help="After a signal to stop, let requests finish for S seconds.",
 )
 @click.option("--api-key-file", type=_FILE, help="Serve only clients with a key of this file, one a line.")
+@click.option("--admin-key-file", type=_FILE, help="Let clients with a key of this file load the files again.")
 @click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
 @click.option("--tls-cert", type=_FILE, help="Serve https with this certificate, in PEM.")
 @click.option("--tls-key", type=_FILE, help="The key of the certificate, if that has none.")
@@ -119,18 +120,24 @@ def main(
         from tformer_serve.conduct.api_keys import read_api_keys
         from tformer_serve.logs import set_up_logs
         from tformer_serve.registry import ModelFile, Models
-        from tformer_serve.server import Server, bind, check_certificate
+        from tformer_serve.server import HangUps, Server, bind, check_certificate
+
+        hang_ups = HangUps()
 
         if max_process_memory is not None:
             limit_process_memory(bytes_of(max_process_memory, "max_process_memory"))
-        key_file = values["api_key_file"]
+        keys = {
+            name: () if (file := values[f"{name}_key_file"]) is None else read_api_keys(file)
+            for name in ("api", "admin")
+        }
         options = ServerOptions(
             max_queue=values["max_queue"],
             timeout=values["timeout"],
             drain_seconds=values["drain_seconds"],
             max_body_bytes=bytes_of(values["max_body"], "max_body"),
             max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
-            api_keys=() if key_file is None else read_api_keys(key_file),
+            api_keys=keys["api"],
+            admin_keys=keys["admin"],
             cors_origins=values["cors_origin"],
             log_prompts=values["log_prompts"],
         )
@@ -146,7 +153,7 @@ def main(
                 max_memory=memory,
                 max_run_seconds=values["max_run_seconds"],
             )
-            server = Server(make_app(models, options), tls_cert, tls_key)
+            server = Server(make_app(models, options), tls_cert, tls_key, hang_ups)
             gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
             server.run([bound])
 

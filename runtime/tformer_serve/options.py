@@ -21,6 +21,7 @@ class ServerOptions:
     max_body_bytes: of a request in JSON, with its pictures.
     max_upload_bytes: of a form with a sound.
     api_keys: of which a client has to show one; none for no keys.
+    admin_keys: of which an operator has to show one; none to refuse the paths of operators.
     cors_origins: of web pages that may call the server.
     log_prompts: whether the log has the bodies of requests.
     """
@@ -31,5 +32,6 @@ class ServerOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     max_upload_bytes: int = MAX_UPLOAD_BYTES
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False

@@ -20,7 +20,7 @@ from support.toy_models import Toy, with_manifest
 from tformer_runtime import Model
 from tformer_serve.app import make_app
 from tformer_serve.options import ServerOptions
-from tformer_serve.registry import Models, ServedModel
+from tformer_serve.registry import ModelFile, Models
 from tformer_serve.server import Server, bind
 
 HANG_SECONDS = 120  # after which a test fails
@@ -62,10 +62,8 @@ class RunningServer:
     def __init__(
         self, files: dict[str, Path], max_batch_size: int = 8, send_buffer: int | None = None, **options: Any
     ) -> None:
-        served = [
-            ServedModel(name, Model.load(path, "cpu", threads=1), max_batch_size, 0) for name, path in files.items()
-        ]
-        self.models = Models(served)
+        named = [ModelFile(name, path) for name, path in files.items()]
+        self.models = Models.load(named, max_batch_size, device="cpu", threads=1)
         self.options = ServerOptions(**options)
         self.app = make_app(self.models, self.options)
         self.state = self.app.state.server

@@ -26,6 +26,7 @@ from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
 from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.crash_reports import named_frame
 from tformer_runtime.base.errors import (
     DeviceError,
     InputError,
@@ -38,8 +39,9 @@ from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
-from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata, verify_file
+from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
+from tformer_runtime.format.open_files import OpenFiles
 from tformer_runtime.format.stage_split import Stage, extract_stage
 from tformer_runtime.rewriting.derived_weights import with_derived_weights
 
@@ -62,6 +64,7 @@ class Session:
     """A model file that is ready to run.
 
     path: the file.
+    files: the file and its second file, as they were opened.
     manifest: the file's manifest.
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
@@ -103,6 +106,7 @@ class Session:
         self.path = Path(path)
         metadata = read_metadata(path)
         self.manifest: Manifest = manifest_of(path, metadata)
+        self.files = OpenFiles(path, metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
         self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
@@ -114,12 +118,14 @@ class Session:
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
-        check = BackgroundCheck(lambda: verify_file(path, metadata)) if verify else None
+        self._named = named_frame(f"model {self.path}")
+        check = BackgroundCheck(self.files.verify) if verify else None
         try:
-            self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
+            self._sessions = self._named(self._load_on_a_device, split_stages, device == "auto")
         finally:
             if check is not None:
                 check.finish()  # its error says why onnxruntime failed, if it did
+        self.files.check_loaded()
         logger.info("device: %s", self.device)
         wait_before_forks()
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
@@ -191,18 +197,21 @@ class Session:
         """Run a stage on the buffers of `binding`. Several threads may call this at the same time.
 
         On the CPU a run waits while all slots are taken (`RunSlots`). Its deadline does not count that time.
+        Raises ModelChangedError if the file was changed in place, before the run or during it.
 
         graph: the number of a CUDA graph. The first run captures the graph and may run the stage several times. Later
             runs replay it on the same buffers of the device, whatever is bound, and with the host inputs of the first
             run.
         """
         try:
+            self.files.check()  # first, because a run that reads a file that was cut short ends the process
             if self.run_slots is None:
-                self._run(binding, stage, graph)
+                self._named(self._run, binding, stage, graph)
                 binding.native.synchronize_outputs()
             else:
                 with self.run_slots:
-                    self._run(binding, stage, graph)
+                    self._named(self._run, binding, stage, graph)
+            self.files.check()
         except TformerError:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import click
 
+from tformer_runtime.base.crash_reports import report_crashes
 from tformer_runtime.base.errors import OutputError, TformerError, error_summary, typed_memory_error
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
@@ -26,12 +27,15 @@ def errors_as_sentences(
 ) -> Iterator[None]:
     """Write each error as one sentence to standard error, and exit. Standard output is flushed.
 
+    A signal that ends the process in native code is reported with the model that it ran.
+
     The status is 1 for an error and 130 for an interruption. Status 2 is click's, for a command line that it cannot
     parse. The traceback of an error that nobody foresaw is written to a file, which the sentence names.
 
     verbose: write the traceback before the sentence.
     interrupted: the sentence for an interruption.
     """
+    report_crashes()
     try:
         yield
         if sys.stdout is not None:

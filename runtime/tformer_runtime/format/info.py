@@ -12,20 +12,24 @@ from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
 from tformer_runtime.format.model_file import manifest_of, read_manifest, read_metadata, verify_file
+from tformer_runtime.format.open_files import OpenFiles
 
 
-def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
+def file_info(path: Path, manifest: Manifest, num_bytes: int | None = None) -> dict[str, Any]:
     """Return the facts as plain values, fit for JSON.
 
+    num_bytes: of the file and its second file; None to look them up.
     cache_bytes_per_token: of one row. carry_bytes: of one row, at any length.
     """
-    m, weights = manifest, path.with_name(path.name + ".data")
+    m = manifest
+    if num_bytes is None:
+        num_bytes = OpenFiles(path, read_metadata(path)).num_bytes
     caches = m.decode.caches if m.decode else ()
     slots, carries = ([c for c in caches if c.is_carry == is_carry] for is_carry in (False, True))
     inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
     return {
         "file": os.fspath(path),
-        "bytes": path.stat().st_size + (weights.stat().st_size if weights.exists() else 0),
+        "bytes": num_bytes,
         "task": m.task,
         "labels": list(m.output_meaning.labels),
         "problem_type": m.output_meaning.problem_type,

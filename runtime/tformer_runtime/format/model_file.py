@@ -19,7 +19,6 @@ from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.base.special_files import endless_reason
-from tformer_runtime.format.digest import WEIGHTS_DIGEST_KEY, check_digest
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
@@ -45,6 +44,7 @@ from tformer_runtime.format.onnx_wire import (
     varint,
     varint_field,
 )
+from tformer_runtime.format.open_files import OpenFiles
 
 MAX_FIELD_NUMBER = 64  # ModelProto has a few dozen fields at most: a message with a higher number is not ONNX
 MAX_METADATA_TEXT_BYTES = 1 << 30
@@ -85,7 +85,7 @@ def verify_file(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> st
     metadata: of the file, from `read_metadata`.
     Raise ModelFileError for another digest. Cost: see `check_digest`.
     """
-    return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY))
+    return OpenFiles(path, metadata).verify()
 
 
 class _FileContent:
