@@ -102,6 +102,16 @@ class RunningServer:
         self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
 
+    def wait_for_closings(self) -> None:
+        """Wait until the models that have left are closed."""
+
+        async def wait() -> None:
+            while self.models._retired or self.models._closings:
+                await asyncio.sleep(0.001)
+
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(HANG_SECONDS)
+
     def drain(self) -> None:
         """Begin to stop, as after SIGTERM."""
         assert self._loop is not None

@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 
-import onnx
-import onnx_ir as ir
 import pytest
+from support.digested_models import with_changed_byte, write_digested, write_in_place
 from support.toy_models import Toy
 
 from tformer_export.common import onnx_writer
@@ -20,11 +19,8 @@ from tformer_runtime.backend import session
 from tformer_runtime.backend.session import Session
 
 
-def write(path, seed=5, **toy):
-    """Write a file as the exporter does: with a digest."""
-    plain = Toy(seed=seed, encoder=False, **toy).write(path.with_suffix(".plain.onnx"))
-    onnx_writer.write(ir.from_proto(onnx.load(plain)), path)
-    return path
+def write(path, seed=5):
+    return write_digested(path, seed=seed, encoder=False)
 
 
 @pytest.fixture
@@ -49,21 +45,6 @@ def pair(tmp_path, monkeypatch):
 def text_of(path):
     with Model.load(path, "cpu") as model:
         return model.generate("hello").text
-
-
-def write_in_place(path, content):
-    """Replace the bytes of a file as cp does, but for the times, which are those of before."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.write(content)
-        file.truncate()
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def with_changed_byte(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 64
-    return content
 
 
 def test_other_bytes_of_the_same_size_and_time_are_an_error(path, other):
@@ -212,5 +193,3 @@ def test_files_are_closed_with_their_model(path):
     model.close()
     del model
     assert num_open() == before
-
-
