@@ -76,8 +76,7 @@ class Reloader:
 
     async def _replace(self, name: str, served: ServedModel) -> Outcome:
         models = self._models
-        is_current = await asyncio.to_thread(served.files.is_current, models.files[name].path)
-        if is_current and not served.aio.closed:
+        if not served.aio.closed and await asyncio.to_thread(served.files.are_current):
             return "unchanged"
         new = await asyncio.to_thread(models.load_file, name)
         try:

@@ -18,6 +18,7 @@ from support.digested_models import write_digested
 from support.servers import HANG_SECONDS, write_chat_model
 
 from tformer_runtime.format.info import verified_digest
+from tformer_runtime.format.open_files import MAX_COPIED_BYTES
 from tformer_serve.cli import main
 
 PROGRAM = [sys.executable, "-m", "tformer_serve.cli"]
@@ -215,18 +216,29 @@ def test_hang_up_while_the_server_stops_changes_nothing(live):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("size", [0, 5000])
-def test_file_that_is_cut_short_gets_an_error_and_no_signal(live, size):
-    process, url = started(live)
-    os.truncate(live, size)
-    answer = httpx.post(f"{url}/v1/generate", json={"model": "live", "input": "hello"}, trust_env=False)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_changed")
-    assert next_event(process, "model_changed")["file"] == str(live)
-    replaced(live, seed=5, encoder=False)
-    process.send_signal(signal.SIGHUP)
-    assert next_event(process, "reload")["outcome"] == "reloaded"
-    answer = httpx.post(f"{url}/v1/generate", json={"model": "live", "input": "hello"}, trust_env=False)
-    assert answer.status_code == 200
+@pytest.mark.parametrize("is_large", [False, True])
+def test_file_that_is_cut_short_does_not_end_the_process(tmp_path, is_large):
+    vocabulary = {"vocabulary": MAX_COPIED_BYTES // 100, "tokenizer": False} if is_large else {}
+    path = write_digested(tmp_path / "live.onnx", seed=5, encoder=False, **vocabulary)
+    assert (path.stat().st_size > MAX_COPIED_BYTES) == is_large
+    content = path.read_bytes()
+    process, url = started(path)
+    with httpx.Client(trust_env=False, timeout=HANG_SECONDS, base_url=url) as client:
+
+        def answer():
+            return client.post("/v1/generate", json={"model": "live", "input": [5, 6, 7], "max_new_tokens": 4})
+
+        ids = answer().json()["results"][0]["token_ids"]
+        os.truncate(path, 0)
+        changed = answer()
+        if is_large:
+            assert (changed.status_code, changed.json()["error"]["code"]) == (503, "model_changed")
+            assert next_event(process, "model_changed")["file"] == str(path)
+            path.with_name("whole.onnx").write_bytes(content)
+            os.replace(path.with_name("whole.onnx"), path)
+            process.send_signal(signal.SIGHUP)
+            assert next_event(process, "reload")["outcome"] == "reloaded"
+        assert answer().json()["results"][0]["token_ids"] == ids
     assert ended(process) == 0
 
 

@@ -20,6 +20,7 @@ from support.toy_tasks import write as write_task
 
 from tformer_runtime import Model, OutOfMemoryError
 from tformer_runtime.decoding.scheduler import Scheduler
+from tformer_runtime.format import open_files
 from tformer_runtime.format.digest import ENTRY_BYTES
 from tformer_serve.logs import JsonFormatter
 
@@ -34,6 +35,12 @@ def digest_of(path):
 def text_of(path):
     with Model.load(path, "cpu") as model:
         return model.generate("hello", suppress_tokens=[END_ID]).text
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """No file is small enough to be mapped from a copy."""
+    monkeypatch.setattr(open_files, "MAX_COPIED_BYTES", -1)
 
 
 @pytest.fixture
@@ -218,7 +225,7 @@ def test_chat_model_without_a_template_is_another_kind(tmp_path, lines):
         assert "and no /v1/chat/completions" in reload(server, 500)["chat"]["error"]
 
 
-def test_file_that_is_changed_in_place_is_told_until_it_is_loaded_again(server, live, new, lines):
+def test_file_that_is_changed_in_place_is_told_until_it_is_loaded_again(watched, server, live, new, lines):
     changed = new.read_bytes()
     expected = text_of(new)
     assert len(changed) == live.stat().st_size
@@ -240,14 +247,37 @@ def test_file_that_is_changed_in_place_is_told_until_it_is_loaded_again(server, 
     assert answer_of(server) == expected
 
 
-def test_file_that_is_cut_short_does_not_end_the_server(server, live):
+def test_small_file_that_is_changed_in_place_stays_until_it_is_loaded_again(server, live, new):
+    before, after, changed = text_of(live), text_of(new), new.read_bytes()
+    for content in (b"", changed):
+        write_in_place(live, content)
+        assert answer_of(server) == before
+    with server.http() as client:
+        assert client.get("/health/ready").status_code == 200
+    assert reload(server)["live"]["outcome"] == "reloaded"
+    assert answer_of(server) == after
+
+
+def test_link_that_leads_to_another_file_is_loaded_again(live, new, tmp_path):
+    link = tmp_path / "current.onnx"
+    link.symlink_to(live)
+    with RunningServer({"live": link}, admin_keys=("operator",)) as server:
+        for target in (new, live):  # an update, and its return
+            (tmp_path / "next.onnx").symlink_to(target)
+            os.replace(tmp_path / "next.onnx", link)
+            assert reload(server)["live"]["digest"] == digest_of(target)
+            assert reload(server)["live"]["outcome"] == "unchanged"
+            assert answer_of(server) == text_of(target)
+
+
+def test_file_that_is_cut_short_does_not_end_the_server(watched, server, live):
     os.truncate(live, 0)
     assert server.post("/v1/generate", LONG).json()["error"]["code"] == "model_changed"
     assert "not a whole ONNX file" in reload(server, 500)["live"]["error"]
     assert server.post("/v1/generate", LONG).json()["error"]["code"] == "model_changed"
 
 
-def test_stream_of_a_file_that_changes_ends_with_the_error(server, live):
+def test_stream_of_a_file_that_changes_ends_with_the_error(watched, server, live):
     with StepGate.closed(server.models["live"].model) as gate, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/generate", {**LONG, "stream": True})
         gate.wait_until_reached()

@@ -39,7 +39,7 @@ from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
-from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata
+from tformer_runtime.format.model_file import manifest_of, read_mapped_model
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
 from tformer_runtime.format.open_files import OpenFiles
 from tformer_runtime.format.stage_split import Stage, extract_stage
@@ -104,9 +104,8 @@ class Session:
         Raises ModelFileError, DeviceError, MissingExtraError; OptionError for an impossible number of threads.
         """
         self.path = Path(path)
-        metadata = read_metadata(path)
-        self.manifest: Manifest = manifest_of(path, metadata)
-        self.files = OpenFiles(path, metadata)
+        self.files = OpenFiles(path)
+        self.manifest: Manifest = manifest_of(path, self.files.metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
         self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
@@ -125,7 +124,7 @@ class Session:
         finally:
             if check is not None:
                 check.finish()  # its error says why onnxruntime failed, if it did
-        self.files.check_loaded()
+        self.files.end_loading()
         logger.info("device: %s", self.device)
         wait_before_forks()
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
@@ -348,13 +347,13 @@ class Session:
 
         Both stages may have the same session. On the CPU, native kernels compute products if this machine has any.
         """
-        model, folder = read_mapped_model(self.path)
-        self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         self.max_greedy_steps = 1
         self.added_inputs: dict[str, str] = {}
         kernels = find_native_kernels(self._ort) if self._may_use_kernels and self.device == "cpu" else None
         self._kernels: NativeKernels | None = None
         with contextlib.ExitStack() as stack:
+            model, folder = read_mapped_model(stack.enter_context(self.files.mapped_path()))
+            self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))

@@ -91,6 +91,17 @@ def _hash(file: BinaryIO, size: int) -> str:
     return running.hexdigest()
 
 
+def copy_bytes(source: BinaryIO, target: BinaryIO, size: int) -> None:
+    """Copy the first bytes of an open file into another one. Raise OSError if it has fewer."""
+    buffer, position = memoryview(bytearray(min(size, CHUNK_BYTES))), 0
+    while position < size:
+        count = _read_at(source, buffer[: min(size - position, CHUNK_BYTES)], position)
+        if not count:
+            raise OSError(f"{source.name} has become shorter")
+        target.write(buffer[:count])
+        position += count
+
+
 def _read_at(file: BinaryIO, buffer: memoryview, position: int) -> int:
     """Read bytes of a file, and return their number. Forked processes share the position of an open file."""
     if hasattr(os, "preadv"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from support.digested_models import with_changed_byte, write_digested, write_in_place
@@ -17,10 +20,17 @@ from tformer_export.common import onnx_writer
 from tformer_runtime import AsyncModel, Model, ModelChangedError, ModelFileError
 from tformer_runtime.backend import session
 from tformer_runtime.backend.session import Session
+from tformer_runtime.format import open_files
 
 
 def write(path, seed=5):
     return write_digested(path, seed=seed, encoder=False)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """No file is small enough to be copied."""
+    monkeypatch.setattr(open_files, "MAX_COPIED_BYTES", -1)
 
 
 @pytest.fixture
@@ -117,17 +127,21 @@ def test_file_whose_name_is_taken_stays(path, other, replace):
     assert model.generate("hello", draft_model=draft).text == expected
 
 
+@pytest.mark.parametrize("limit", [-1, 1 << 30], ids=["watched", "copied"])
 @pytest.mark.parametrize("change", [os.replace, shutil.copy], ids=["mv", "cp"])
-def test_file_that_changes_while_it_is_loaded_is_an_error(path, other, monkeypatch, change):
-    """The graph may be that of the one and the weights those of the other, of which each is whole."""
-    read = session.read_mapped_model
+@pytest.mark.parametrize("after", [(open_files, "read_metadata"), (session, "read_mapped_model")], ids=lambda it: it[1])
+def test_file_that_changes_while_it_is_loaded_is_an_error(path, other, monkeypatch, after, change, limit):
+    """The manifest or the graph may be that of one file and the weights those of another, of which each is whole."""
+    module, name = after
+    read = getattr(module, name)
 
-    def read_and_change(path):
-        model = read(path)
+    def read_and_change(mapped):
+        content = read(mapped)
         change(other, path)
-        return model
+        return content
 
-    monkeypatch.setattr(session, "read_mapped_model", read_and_change)
+    monkeypatch.setattr(open_files, "MAX_COPIED_BYTES", limit)
+    monkeypatch.setattr(module, name, read_and_change)
     with pytest.raises(ModelFileError, match=r"live\.onnx was changed or replaced while it was loaded: load it again"):
         Model.load(path, "cpu", verify=False)
 
@@ -159,12 +173,48 @@ def test_request_of_an_event_loop_gets_the_error_and_the_thread_goes_on(path):
     assert first == second
 
 
+@pytest.fixture
+def copies(monkeypatch, tmp_path):
+    """Return a function that returns the copies in this test's folder that the process maps."""
+    monkeypatch.undo()
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return lambda: [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+@pytest.mark.parametrize("change", [lambda path: b"", with_changed_byte], ids=["cut", "other bytes"])
+def test_small_file_is_mapped_from_a_copy_that_nobody_changes(copies, path, change):
+    with Model.load(path, "cpu") as model:
+        assert copies()
+        expected = model.generate("hello").text
+        write_in_place(path, change(path))
+        assert model.generate("hello").text == expected
+    del model
+    assert not copies()
+    assert not list((path.parent / "temporary").iterdir())
+
+
+def test_small_file_without_a_place_for_its_copy_is_watched(copies, path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    model = Model.load(path, "cpu")
+    assert not copies()
+    write_in_place(path, with_changed_byte(path))
+    with pytest.raises(ModelChangedError):
+        model.generate("hello")
+
+
 PROGRAM = """
 import os, sys, threading
 from tformer_runtime import Model
 from tformer_runtime.base.crash_reports import report_crashes
+from tformer_runtime.format import open_files
 from tformer_runtime.format.open_files import OpenFiles
 report_crashes()
+open_files.MAX_COPIED_BYTES = -1
 model = Model.load(sys.argv[1], "cpu", threads=2)
 OpenFiles.check = lambda self: None  # as if the file was cut short after the check
 os.truncate(sys.argv[1], 0)

@@ -16,9 +16,9 @@ from support.toy_models import Toy
 
 from tformer_export.common import onnx_writer
 from tformer_runtime import Model, ModelFileError
-from tformer_runtime.format import model_file
 from tformer_runtime.format.digest import DIGEST_KEY, ENTRY_BYTES, WEIGHTS_DIGEST_KEY, digest_of
 from tformer_runtime.format.model_file import read_metadata
+from tformer_runtime.format.open_files import OpenFiles
 
 
 def read_digest(path):
@@ -28,7 +28,7 @@ def read_digest(path):
 
 
 def verify_file(path):
-    return model_file.verify_file(path, read_metadata(path))
+    return OpenFiles(path).verify()
 
 
 @pytest.fixture(scope="module")
