@@ -72,6 +72,9 @@ class ServedModel:
         self.model.close()
 
 
+_HELD: ContextVar[list[ServedModel] | None] = ContextVar("held", default=None)  # by the request
+
+
 class Models(Mapping[str, ServedModel]):
     """The models of a server, by name. For one event loop.
 
@@ -92,7 +95,6 @@ class Models(Mapping[str, ServedModel]):
         self._max_batch_size, self._settings, self._max_pending = max_batch_size, settings, 1
         self._retired: set[ServedModel] = set()
         self._closings: set[asyncio.Task[None]] = set()
-        self._held: ContextVar[list[ServedModel] | None] = ContextVar("held", default=None)  # by the request
         self.templates = ThreadPoolExecutor(1, "templates")  # the process of templates fills in one at a time
         self.constraints = ThreadPoolExecutor(1, "constraints")
         self.closed = False
@@ -131,18 +133,18 @@ class Models(Mapping[str, ServedModel]):
     def holding(self) -> Iterator[None]:
         """Release the models that the block has held at its end."""
         held: list[ServedModel] = []
-        token = self._held.set(held)
+        token = _HELD.set(held)
         try:
             yield
         finally:
-            self._held.reset(token)
+            _HELD.reset(token)
             for served in held:
                 served.uses -= 1
                 self._close_if_unused(served)
 
     def hold(self, served: ServedModel) -> None:
         """Keep a model open until the end of the request, which runs within `holding`."""
-        held = self._held.get()
+        held = _HELD.get()
         if held is not None:
             held.append(served)
             served.uses += 1
@@ -177,7 +179,7 @@ class Models(Mapping[str, ServedModel]):
         task.add_done_callback(self._closings.discard)
 
     def failed(self) -> list[str]:
-        """Return the names of the models whose threads an error has ended. Only another process heals them."""
+        """Return the names of the models whose threads an error has ended. A reload or another process heals them."""
         return [] if self.closed else [name for name, served in self.items() if served.aio.closed]
 
     def changed(self) -> list[str]:
