@@ -98,8 +98,7 @@ def copy_bytes(source: BinaryIO, target: BinaryIO, size: int) -> None:
         count = _read_at(source, buffer[: min(size - position, CHUNK_BYTES)], position)
         if not count:
             raise OSError(f"{source.name} has become shorter")
-        target.write(buffer[:count])
-        position += count
+        position += target.write(buffer[:count])  # which may be fewer
 
 
 def _read_at(file: BinaryIO, buffer: memoryview, position: int) -> int:

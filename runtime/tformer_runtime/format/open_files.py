@@ -117,12 +117,14 @@ class OpenFiles:
         """Yield the path of the file whose weights are to be mapped in the block: of a copy if the file is small.
 
         The copy is deleted at the end of the block, and its bytes last until they are no longer mapped. If there is no
-        place for it, the file itself is mapped.
+        place for it, or if the file has no digest, the file itself is mapped.
         """
         main, *second = self._files
         with contextlib.ExitStack() as stack:
             path = main.path
-            if not second and main.stamp.size <= MAX_COPIED_BYTES:
+            # The exporter names the second file next to the digest. Another tool may have put weights into any file.
+            is_whole = self.digest is not None and self._weights is None and not second
+            if is_whole and main.stamp.size <= MAX_COPIED_BYTES:
                 with contextlib.suppress(OSError):
                     file, copy = stack.enter_context(scratch_file(main.stamp.size))
                     copy_bytes(main.file, file, main.stamp.size)

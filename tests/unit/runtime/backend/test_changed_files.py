@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import onnx
 import pytest
 from support.digested_models import with_changed_byte, write_digested, write_in_place
 from support.toy_models import Toy
@@ -21,6 +22,7 @@ from tformer_runtime import AsyncModel, Model, ModelChangedError, ModelFileError
 from tformer_runtime.backend import session
 from tformer_runtime.backend.session import Session
 from tformer_runtime.format import open_files
+from tformer_runtime.format.digest import DIGEST_KEY
 
 
 def write(path, seed=5):
@@ -193,6 +195,17 @@ def test_small_file_is_mapped_from_a_copy_that_nobody_changes(copies, path, chan
     del model
     assert not copies()
     assert not list((path.parent / "temporary").iterdir())
+
+
+def test_small_file_whose_weights_are_in_a_file_of_any_name_is_not_copied(copies, path, tmp_path):
+    expected = text_of(path)
+    model = onnx.load(path)
+    assert model.metadata_props.pop().key == DIGEST_KEY
+    onnx.save_model(model, tmp_path / "own.onnx", save_as_external_data=True, location="own.weights", size_threshold=64)
+    assert (tmp_path / "own.weights").stat().st_size
+    with Model.load(tmp_path / "own.onnx", "cpu") as loaded:
+        assert not copies()
+        assert loaded.generate("hello").text == expected
 
 
 def test_small_file_without_a_place_for_its_copy_is_watched(copies, path, monkeypatch):
