@@ -178,6 +178,7 @@ class Session:
         """
         self._sessions = {}  # first, so that no new run begins; a run holds the session that it uses
         self._bindings.close()
+        self.files.close()
         if self.device == "cpu":
             resident_pages.trim_heap()
 

@@ -48,6 +48,10 @@ class _OpenFile:
         self._descriptor = self.file.fileno()
         self.stamp, self.refused = self.read_stamp(), Stamp(-1, -1, -1)
 
+    def __del__(self) -> None:
+        if hasattr(self, "file"):  # it was opened
+            self.file.close()
+
     def read_stamp(self) -> Stamp:
         status = os.fstat(self._descriptor)
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -61,7 +65,7 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """The file of a model and its second file, if it has one. They are closed with the last reference to this object.
+    """The file of a model and its second file, if it has one, until `close`.
 
     metadata: of the file.
     digest: at the end of the file; None if it has none.
@@ -90,16 +94,19 @@ class OpenFiles:
         self.num_bytes = sum(file.stamp.size for file in self._files)
         self.modified_at = main.stamp.modified_at // 10**9
 
-    def __del__(self) -> None:
-        for opened in self._files:
-            opened.file.close()
+    def close(self) -> None:
+        """Close the files, each when no other thread checks it. Later checks find no change."""
+        self._files = []
 
     def verify(self) -> str | None:
         """Compare the files with their digest, and return it; None for a file without one.
 
         Raise ModelFileError for another digest. Cost: as of `check_digest`.
         """
-        main, *second = self._files
+        files = self._files
+        if not files:  # another thread has closed them
+            return self.digest
+        main, *second = files
         if self.digest is not None and self._weights is not None:
             if self._second is None:
                 raise ModelFileError(f"{main.path} is damaged: it names no file with weights in its folder")

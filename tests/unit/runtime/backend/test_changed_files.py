@@ -254,5 +254,7 @@ def test_files_are_closed_with_their_model(path):
     model = Model.load(path, "cpu")
     assert num_open() > before
     model.close()
+    assert num_open() == before
+    model = Model.load(path, "cpu")
     del model
     assert num_open() == before
