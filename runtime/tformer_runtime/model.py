@@ -682,8 +682,9 @@ class Model:
         """
         self.must_be_open()
         session = self.engine.session
+        facts = file_info(session.path, self.manifest, session.files.num_bytes)
         machine = {"kernels": session.kernels, "no_kernels": session.reason_without_kernels or None}
-        return {**file_info(session.path, self.manifest), "device": self.device, **machine}
+        return {**facts, "device": self.device, **machine}
 
     @cached_property
     def _file_options(self) -> GenerationOptions:

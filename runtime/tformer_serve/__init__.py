@@ -7,6 +7,7 @@ exchange       a request and its response, for logs, metrics and the deadline
 logs           JSON logs
 registry       the models
 metrics        metrics in Prometheus' form
+reloads        loads files again while the server serves
 conduct/       layers around the routes: ids, deadlines, keys, places, sizes of bodies
 state          what the routes share
 client_inputs  inputs of clients, which are untrusted

@@ -18,12 +18,14 @@ from tformer_serve.body_route import BodyRoutes
 from tformer_serve.conduct.admission import Admission, Admitted
 from tformer_serve.conduct.api_keys import ApiKeys
 from tformer_serve.conduct.body_limit import BodyLimit, BodyMemory
+from tformer_serve.conduct.held_models import HeldModels
 from tformer_serve.conduct.request_scope import RequestScope
 from tformer_serve.conduct.web_pages import WebPages
 from tformer_serve.errors import ApiError
 from tformer_serve.metrics import Metrics
 from tformer_serve.options import ServerOptions
 from tformer_serve.registry import Models
+from tformer_serve.reloads import Reloader
 from tformer_serve.routes import ROUTERS
 from tformer_serve.schemas.base import validation_error
 from tformer_serve.state import ServerState
@@ -52,10 +54,14 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
         lifespan=lifespan,
         docs_url=None,  # pages that load scripts of other servers
         redoc_url=None,
-        middleware=[*around_routes, Middleware(BodyRoutes, routes=routes)],
+        middleware=[
+            Middleware(HeldModels, models=models),
+            *around_routes,
+            Middleware(BodyRoutes, routes=routes),
+        ],
         exception_handlers={RequestValidationError: _on_wrong_body, HTTPException: _on_http_error},
     )
-    app.state.server = ServerState(options, models, metrics, admission)
+    app.state.server = ServerState(options, models, metrics, admission, Reloader(models, metrics))
     for router in ROUTERS:
         app.include_router(router)
     # Each layer that is added is around those before.
@@ -67,7 +73,7 @@ def make_app(models: Models, options: ServerOptions, around_routes: Sequence[Mid
         logs_bodies=options.log_prompts,
     )
     app.add_middleware(Admitted, admission=admission)
-    app.add_middleware(ApiKeys, keys=options.api_keys)
+    app.add_middleware(ApiKeys, keys=options.api_keys, admin_keys=options.admin_keys)
     app.add_middleware(WebPages, allowed_hosts=options.allowed_hosts, origins=options.cors_origins)
     app.add_middleware(RequestScope, metrics=metrics, timeout=options.timeout)
     if options.cors_origins:

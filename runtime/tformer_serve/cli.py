@@ -100,6 +100,7 @@ _FILE = click.Path(path_type=Path)
     help="After a signal to stop, let requests finish for S seconds.",
 )
 @click.option("--api-key-file", type=_FILE, help="Serve only clients with a key of this file, one a line.")
+@click.option("--admin-key-file", type=_FILE, help="Let clients with a key of this file load the files again.")
 @click.option("--cors-origin", metavar="ORIGIN", multiple=True, help="Let web pages of this origin call the server.")
 @click.option(
     "--allowed-host",
@@ -137,11 +138,16 @@ def main(
         from tformer_serve.conduct.web_pages import allowed_hosts
         from tformer_serve.logs import set_up_logs
         from tformer_serve.registry import ModelFile, Models
-        from tformer_serve.server import Server, bind, check_certificate
+        from tformer_serve.server import HangUps, Server, bind, check_certificate
+
+        hang_ups = HangUps()
 
         if max_process_memory is not None:
             limit_process_memory(bytes_of(max_process_memory, "max_process_memory"))
-        key_file = values["api_key_file"]
+        keys = {
+            name: () if (file := values[f"{name}_key_file"]) is None else read_api_keys(file)
+            for name in ("api", "admin")
+        }
         options = ServerOptions(
             max_queue=values["max_queue"],
             timeout=values["timeout"],
@@ -149,7 +155,8 @@ def main(
             max_body_bytes=bytes_of(values["max_body"], "max_body"),
             max_upload_bytes=bytes_of(values["max_upload"], "max_upload"),
             max_bodies_bytes=bytes_of(values["max_bodies"], "max_bodies"),
-            api_keys=() if key_file is None else read_api_keys(key_file),
+            api_keys=keys["api"],
+            admin_keys=keys["admin"],
             cors_origins=values["cors_origin"],
             log_prompts=values["log_prompts"],
         )
@@ -169,7 +176,7 @@ def main(
             )
             if (left := process_memory_left()) is not None:
                 options = replace(options, max_bodies_bytes=min(options.max_bodies_bytes, left // _MEMORY_OF_BODIES))
-            server = Server(make_app(models, options), tls_cert, tls_key)
+            server = Server(make_app(models, options), tls_cert, tls_key, hang_ups)
             gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
             server.run([bound])
 

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ from tformer_runtime.base.errors import (
     InputError,
     MemoryBudgetError,
     MissingExtraError,
+    ModelChangedError,
     OptionError,
     OutOfMemoryError,
     TformerError,
@@ -108,6 +110,16 @@ def failed_model_error() -> ApiError:
     return ApiError(500, message, "model_failed", type=_SERVER)
 
 
+def changed_model_error(error: ModelChangedError) -> ApiError:
+    """Return the error of a request for a model whose file was changed in place. It has the name of the file alone."""
+    name = Path(error.path or "its file").name
+    message = (
+        f"{name} was changed in place while it was served: replace it by renaming a file to its name (mv), and reload "
+        "the server"
+    )
+    return ApiError(503, message, "model_changed", type=_SERVER, headers={"Retry-After": "1"})
+
+
 def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError | None:
     """Return the ApiError of an error that was foreseen; None for any other.
 
@@ -133,6 +145,8 @@ def api_error_of(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         return ApiError(504, message, "deadline", type="timeout_error", headers={"X-Should-Retry": "false"})
     if isinstance(error, UnsupportedCallError):
         return ApiError(400, _with_paths(message), "unsupported")
+    if isinstance(error, ModelChangedError):
+        return changed_model_error(error)
     if isinstance(error, MissingExtraError):
         return ApiError(501, message, "missing_extra", type=_SERVER)
     return ApiError(500, message, "server_error", type=_SERVER)

@@ -19,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tformer_serve.errors import CLIENT_GONE_STATUS
@@ -73,6 +73,10 @@ class Metrics:
         self._generated_tokens = Counter(
             "tformer_generated_tokens", "Tokens of answers", ["model"], registry=self._registry
         )
+        self._reloads = Counter(
+            "tformer_reloads", "Times that the file of a model was to be loaded again", ["model", "outcome"],
+            registry=self._registry,
+        )  # fmt: skip
         # Looking a series up by its labels takes longer than counting.
         self._of_model, self._of_route = cache(self._new_model_series), cache(self._new_route_series)
         self._registry.register(_Gauges(models, open_requests, body_bytes))
@@ -115,6 +119,10 @@ class Metrics:
         """Count the time for each further token of a request."""
         self._of_model(model).per_token.observe(seconds_per_token)
 
+    def add_reload(self, model: str, outcome: str) -> None:
+        """Count a file that was loaded again. outcome: "reloaded", "unchanged" or "failed"."""
+        self._reloads.labels(model, outcome).inc()
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' form."""
         return generate_latest(self._registry)
@@ -128,7 +136,8 @@ class _Gauges(Collector):
     ) -> None:
         self._models, self._open_requests, self._body_bytes = models, open_requests, body_bytes
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
+        files = InfoMetricFamily("tformer_model", "The file of a model", labels=["model"])
         requests = GaugeMetricFamily("tformer_open_requests", "Requests that run or wait")
         requests.add_metric([], self._open_requests())
         bodies = GaugeMetricFamily("tformer_body_bytes", "Bytes of the large bodies of open requests")
@@ -137,10 +146,11 @@ class _Gauges(Collector):
             field: GaugeMetricFamily(f"tformer_{field}", text, labels=["model"]) for field, text in _GAUGES.items()
         }
         for name, served in self._models.items():
+            files.add_metric([name], {"digest": served.files.digest or ""})
             stats = served.aio.stats()
             for field, gauge in gauges.items():
                 gauge.add_metric([name], getattr(stats, field))
-        return requests, bodies, *gauges.values()
+        return requests, bodies, files, *gauges.values()
 
 
 def _outcome(status: int) -> str:

@@ -23,6 +23,7 @@ class ServerOptions:
     max_upload_bytes: of a form with a sound.
     max_bodies_bytes: of the bodies of all open requests together.
     api_keys: of which a client has to show one; none for no keys.
+    admin_keys: of which an operator has to show one; none to refuse the paths of operators.
     cors_origins: of web pages that may call the server.
     allowed_hosts: names of the server, which its clients call besides localhost. None lets them call it by any name.
     log_prompts: whether the log has the bodies of requests.
@@ -35,6 +36,7 @@ class ServerOptions:
     max_upload_bytes: int = MAX_UPLOAD_BYTES
     max_bodies_bytes: int = MAX_BODIES_BYTES
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     log_prompts: bool = False

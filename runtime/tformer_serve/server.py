@@ -3,16 +3,20 @@
 After SIGTERM or SIGINT new requests are refused with 503 and /health/ready answers 503, but the socket stays open, so
 that a balancer of load sees it. The server ends when the last request has its answer, or after the seconds for
 draining; then the requests that still run end with an error. A second signal ends it at once.
+
+After SIGHUP it loads its files again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import signal
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,11 +70,36 @@ def check_certificate(cert: Path | None, key: Path | None) -> None:
         ) from error
 
 
-class Server(uvicorn.Server):
-    """A server of uvicorn that drains."""
+class HangUps:
+    """The signals SIGHUP, each of which asks for a reload. One that comes before the server listens is kept."""
 
-    def __init__(self, app: FastAPI, cert: Path | None = None, key: Path | None = None) -> None:
+    def __init__(self) -> None:
+        self._act: Callable[[], object] | None = None
+        self._came = False
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def connect(self, act: Callable[[], object]) -> None:
+        """Act at each signal from now on, and now if there was one."""
+        self._act = act
+        if self._came:
+            act()
+
+    def _on_signal(self, sig: int, frame: FrameType | None) -> None:
+        self._came = True
+        if self._act is not None:
+            self._act()
+
+
+class Server(uvicorn.Server):
+    """A server of uvicorn that drains, and that loads its files again."""
+
+    def __init__(
+        self, app: FastAPI, cert: Path | None = None, key: Path | None = None, hang_ups: HangUps | None = None
+    ) -> None:
         self._state: ServerState = app.state.server
+        self._hang_ups = hang_ups
+        self._reloads: set[asyncio.Task[object]] = set()
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
@@ -101,7 +130,10 @@ class Server(uvicorn.Server):
             scheme = "https" if self.config.is_ssl else "http"
             urls = [f"{scheme}://{f'[{name[0]}]' if ':' in name[0] else name[0]}:{name[1]}" for name in names]
             bodies = self._state.options.max_bodies_bytes  # which the limit of the process may have lowered
-            log("listening", urls=urls, models=list(self._state.models), max_bodies_bytes=bodies)
+            models = {name: served.files.digest for name, served in self._state.models.items()}
+            log("listening", urls=urls, models=list(models), digests=models, max_bodies_bytes=bodies)
+            if self._hang_ups is not None:
+                self._hang_ups.connect(self._ask_for_reload)
 
     async def on_tick(self, counter: int) -> bool:
         try:
@@ -116,6 +148,19 @@ class Server(uvicorn.Server):
         else:
             self._state.admission.draining = True
             self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
+
+    def _ask_for_reload(self) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._start_reload)
+
+    def _start_reload(self) -> None:
+        if self._state.admission.draining:
+            log("reload_refused", reason="the server is stopping")
+            return
+        task = asyncio.ensure_future(self._state.reloader.reload("SIGHUP"))
+        self._reloads.add(task)  # the loop itself keeps no task
+        task.add_done_callback(self._reloads.discard)
 
     def _start_draining(self, reason: str) -> None:
         self._drain = asyncio.ensure_future(self.drain(reason))

@@ -11,12 +11,14 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request
 
+from tformer_runtime.base.errors import ModelChangedError
 from tformer_serve.conduct.admission import Admission
 from tformer_serve.errors import NO_NAMES, ApiError, api_error_of, failed_model_error, stopping_error
 from tformer_serve.logs import log
 from tformer_serve.metrics import Metrics
 from tformer_serve.options import ServerOptions
 from tformer_serve.registry import Models
+from tformer_serve.reloads import Reloader
 
 
 @dataclass
@@ -27,6 +29,7 @@ class ServerState:
     models: Models
     metrics: Metrics
     admission: Admission
+    reloader: Reloader
 
     def error_of(self, error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError | None:
         """Return the error of a response, as `api_error_of`.
@@ -34,6 +37,8 @@ class ServerState:
         A request that the end of the server or of the thread of its model ended is told so.
         """
         answer = api_error_of(error, names)
+        if isinstance(error, ModelChangedError):
+            log("model_changed", logging.ERROR, file=error.path, message=str(error))
         if answer is None or answer.code != "unsupported":
             return answer
         if self.models.closed:

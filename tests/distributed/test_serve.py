@@ -159,7 +159,7 @@ def test_replica_holds_a_few_of_many_models(run_app, models, references):
             assert name in [model.id for model in client.models.list()]
             wait_until(lambda: len(list(client.models.list())) <= 2)
         assert client.models.retrieve("letters-0").id == "letters-0"
-        with pytest.raises(openai.NotFoundError, match="there are letters-0, letters-1, letters-2"):
+        with pytest.raises(openai.NotFoundError, match="this server has letters-0, letters-1, letters-2"):
             client.completions.create(model="none", prompt="abc")
         wide = "abc" * 10_000
         with pytest.raises(openai.BadRequestError):

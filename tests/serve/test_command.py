@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -15,8 +16,11 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from support.command_lines import start_process
+from support.digested_models import write_digested
 from support.servers import HANG_SECONDS, RunningServer, read_to_end, write_chat_model
 
+from tformer_runtime.format.info import verified_digest
+from tformer_runtime.format.open_files import MAX_COPIED_BYTES
 from tformer_serve.cli import main
 
 PROGRAM = [sys.executable, "-m", "tformer_serve.cli"]
@@ -189,6 +193,131 @@ def test_bodies_do_not_take_the_memory_of_the_process(files):
     _, err = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
     assert "raceback" not in err
+
+
+@pytest.fixture
+def live(tmp_path):
+    return write_digested(tmp_path / "live.onnx", seed=5, encoder=False)
+
+
+def replaced(path, **toy):
+    """Put another model in the place of a file, as mv does, and return its digest."""
+    new = write_digested(path.with_name("new.onnx"), **toy)
+    digest = verified_digest(new)
+    os.replace(new, path)
+    return digest
+
+
+def next_event(process, name):
+    """Return the next line of the log of an event."""
+    for line in process.stderr:
+        event = json.loads(line)
+        if event["event"] == name:
+            return event
+    raise AssertionError(f"the server has ended without {name}")
+
+
+def ended(process):
+    """End a server, and return its exit status."""
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert "Traceback" not in err
+    return process.returncode
+
+
+def test_hang_up_loads_the_files_that_have_changed(live, files):
+    process, url = started(live, files["letters"])
+    with httpx.Client(trust_env=False, timeout=HANG_SECONDS, base_url=url) as client:
+
+        def text():
+            answer = client.post("/v1/generate", json={"model": "live", "input": "hello", "max_new_tokens": 9})
+            return answer.json()["results"][0]["text"]
+
+        before = text()
+        for seed in (6, 5):
+            digest = replaced(live, seed=seed, encoder=False)
+            process.send_signal(signal.SIGHUP)
+            assert next_event(process, "reloading")["reason"] == "SIGHUP"
+            event = next_event(process, "reload")
+            assert (event["model"], event["outcome"], event["digest"]) == ("live", "reloaded", digest)
+            assert next_event(process, "reload")["outcome"] == "unchanged"
+            assert client.get("/v1/models/live").json()["tformer"]["digest"] == digest
+            assert (text() == before) == (seed == 5)
+        live.unlink()
+        process.send_signal(signal.SIGHUP)
+        event = next_event(process, "reload")
+        assert (event["level"], event["outcome"]) == ("error", "failed")
+        assert event["message"].endswith("live.onnx does not exist")
+        assert text() == before
+    assert ended(process) == 0
+
+
+def test_hang_up_during_the_start_reloads_after_it(live, tmp_path):
+    """The file of keys is a pipe, which the server reads during its start."""
+    keys = tmp_path / "keys"
+    os.mkfifo(keys)
+    process = start_process(*PROGRAM, live, "--port", "0", "--api-key-file", keys)
+    with keys.open("w") as pipe:
+        process.send_signal(signal.SIGHUP)
+        pipe.write("key")
+    assert next_event(process, "listening")["models"] == ["live"]
+    assert next_event(process, "reloading")["reason"] == "SIGHUP"
+    assert next_event(process, "reload")["outcome"] == "unchanged"
+    assert ended(process) == 0
+
+
+def test_hang_up_while_the_server_stops_changes_nothing(live):
+    process, url = started(live)
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"model": "live", "input": "hello"}).encode()
+    head = f"POST /v1/generate HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())  # the server waits for the body
+        while "tformer_open_requests 1.0" not in httpx.get(f"{url}/metrics", trust_env=False).text:
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert next_event(process, "draining")["open_requests"] == 1
+        process.send_signal(signal.SIGHUP)
+        assert next_event(process, "reload_refused")["reason"] == "the server is stopping"
+        client.sendall(body)
+        assert client.makefile("rb").read().startswith(b"HTTP/1.1 200")
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_file_that_is_cut_short_does_not_end_the_process(tmp_path, is_large):
+    vocabulary = {"vocabulary": MAX_COPIED_BYTES // 100, "tokenizer": False} if is_large else {}
+    path = write_digested(tmp_path / "live.onnx", seed=5, encoder=False, **vocabulary)
+    assert (path.stat().st_size > MAX_COPIED_BYTES) == is_large
+    content = path.read_bytes()
+    process, url = started(path)
+    with httpx.Client(trust_env=False, timeout=HANG_SECONDS, base_url=url) as client:
+
+        def answer():
+            return client.post("/v1/generate", json={"model": "live", "input": [5, 6, 7], "max_new_tokens": 4})
+
+        ids = answer().json()["results"][0]["token_ids"]
+        os.truncate(path, 0)
+        changed = answer()
+        if is_large:
+            assert (changed.status_code, changed.json()["error"]["code"]) == (503, "model_changed")
+            assert next_event(process, "model_changed")["file"] == str(path)
+            path.with_name("whole.onnx").write_bytes(content)
+            os.replace(path.with_name("whole.onnx"), path)
+            process.send_signal(signal.SIGHUP)
+            assert next_event(process, "reload")["outcome"] == "reloaded"
+        assert answer().json()["results"][0]["token_ids"] == ids
+    assert ended(process) == 0
+
+
+def test_signal_in_native_code_is_reported(live):
+    process, _ = started(live)
+    process.send_signal(signal.SIGBUS)
+    _, err = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == -signal.SIGBUS
+    assert "Fatal Python error: Bus error" in err
 
 
 def test_server_speaks_tls(tmp_path, files):

@@ -20,7 +20,7 @@ from support.toy_models import Toy, with_manifest
 from tformer_runtime import Model
 from tformer_serve.app import make_app
 from tformer_serve.options import ServerOptions
-from tformer_serve.registry import Models, ServedModel
+from tformer_serve.registry import ModelFile, Models
 from tformer_serve.server import Server, bind
 
 HANG_SECONDS = 120  # after which a test fails
@@ -62,10 +62,8 @@ class RunningServer:
     def __init__(
         self, files: dict[str, Path], max_batch_size: int = 8, send_buffer: int | None = None, **options: Any
     ) -> None:
-        served = [
-            ServedModel(name, Model.load(path, "cpu", threads=1), max_batch_size, 0) for name, path in files.items()
-        ]
-        self.models = Models(served)
+        named = [ModelFile(name, path) for name, path in files.items()]
+        self.models = Models.load(named, max_batch_size, device="cpu", threads=1)
         self.options = ServerOptions(**options)
         self.app = make_app(self.models, self.options)
         self.state = self.app.state.server
@@ -103,6 +101,16 @@ class RunningServer:
     def wait_for_end(self) -> None:
         self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
+
+    def wait_for_closings(self) -> None:
+        """Wait until the models that have left are closed."""
+
+        async def wait() -> None:
+            while self.models._retired or self.models._closings:
+                await asyncio.sleep(0.001)
+
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(HANG_SECONDS)
 
     def drain(self) -> None:
         """Begin to stop, as after SIGTERM."""

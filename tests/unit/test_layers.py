@@ -28,7 +28,7 @@ PIPELINE = (
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
-    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "conduct", "state",
+    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "reloads", "conduct", "state",
     "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles", "routes",
     "app", "connection", "server", "cli", "ray",
 )  # fmt: skip

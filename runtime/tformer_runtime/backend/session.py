@@ -32,6 +32,7 @@ from tformer_runtime.backend.run_deadline import LOOP_SECONDS, check_run_seconds
 from tformer_runtime.backend.run_slots import RunSlots, cpu_run_slots
 from tformer_runtime.backend.sampling_graph import add_greedy_choice, top_logits_model
 from tformer_runtime.base.arrays import Array
+from tformer_runtime.base.crash_reports import named_frame
 from tformer_runtime.base.errors import (
     MORE_MEMORY,
     DeviceError,
@@ -46,8 +47,9 @@ from tformer_runtime.base.validation import MAX_THREADS, check_bool, check_int, 
 from tformer_runtime.format.digest import BackgroundCheck
 from tformer_runtime.format.manifest import GREEDY_PLAN, Manifest
 from tformer_runtime.format.manifest_checks import check_graph
-from tformer_runtime.format.model_file import manifest_of, read_mapped_model, read_metadata, verify_file
+from tformer_runtime.format.model_file import manifest_of, read_mapped_model
 from tformer_runtime.format.onnx_fields import DATA_TYPE_BFLOAT16
+from tformer_runtime.format.open_files import OpenFiles
 from tformer_runtime.format.stage_split import Stage, extract_stage
 from tformer_runtime.rewriting.derived_weights import with_derived_weights
 
@@ -69,6 +71,7 @@ class Session:
     """A model file that is ready to run.
 
     path: the file.
+    files: the file and its second file, as they were opened.
     manifest: the file's manifest.
     device: "cpu" or "cuda", as chosen when the file was opened.
     verified: whether the file was compared with its digest.
@@ -109,9 +112,9 @@ class Session:
         """
         if native_kernels:
             wanted_kernels()  # refused on every device
-        self.path = path = named_path(path, ModelFileError, "the model file")
-        metadata = read_metadata(path)
-        self.manifest: Manifest = manifest_of(path, metadata)
+        self.path = named_path(path, ModelFileError, "the model file")
+        self.files = OpenFiles(self.path)
+        self.manifest: Manifest = manifest_of(self.path, self.files.metadata)
         self.threads = threads if threads is None else check_int("threads", threads, maximum=MAX_THREADS)
         self._ort = import_onnxruntime()
         self.device = self._resolve_device(device)
@@ -123,12 +126,14 @@ class Session:
         self._may_use_kernels = native_kernels
         self.verified = check_bool("verify", verify)
         self.max_run_seconds = check_run_seconds(max_run_seconds)
-        check = BackgroundCheck(lambda: verify_file(path, metadata, self._opening_threads)) if verify else None
+        self._named = named_frame(f"model {self.path}")
+        check = BackgroundCheck(lambda: self.files.verify(self._opening_threads)) if verify else None
         try:
-            self._sessions = self._load_on_a_device(split_stages, falls_back=device == "auto")
+            self._sessions = self._named(self._load_on_a_device, split_stages, device == "auto")
         finally:
             if check is not None:
                 check.finish()  # its error says why onnxruntime failed, if it did
+        self.files.end_loading()
         logger.info("device: %s", self.device)
         wait_before_forks()
         self.run_slots: RunSlots | None = cpu_run_slots() if self.device == "cpu" else None
@@ -191,6 +196,7 @@ class Session:
         """
         self._sessions = {}  # first, so that no new run begins; a run holds the session that it uses
         self._bindings.close()
+        self.files.close()
         if self.device == "cpu":
             resident_pages.trim_heap()
 
@@ -209,18 +215,21 @@ class Session:
         """Run a stage on the buffers of `binding`. Several threads may call this at the same time.
 
         On the CPU a run waits while all slots are taken (`RunSlots`). Its deadline does not count that time.
+        Raises ModelChangedError if the file was changed in place, before the run or during it.
 
         graph: the number of a CUDA graph. The first run captures the graph and may run the stage several times. Later
             runs replay it on the same buffers of the device, whatever is bound, and with the host inputs of the first
             run.
         """
         try:
+            self.files.check()  # first, because a run that reads a file that was cut short ends the process
             if self.run_slots is None:
-                self._run(binding, stage, graph)
+                self._named(self._run, binding, stage, graph)
                 binding.native.synchronize_outputs()
             else:
                 with self.run_slots:
-                    self._run(binding, stage, graph)
+                    self._named(self._run, binding, stage, graph)
+            self.files.check()
         except TformerError:
             raise
         except Exception as error:
@@ -354,13 +363,13 @@ class Session:
 
         Both stages may have the same session. On the CPU, native kernels compute products if this machine has any.
         """
-        model, folder = read_mapped_model(self.path)
-        self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
         self.max_greedy_steps = 1
         self.added_inputs: dict[str, str] = {}
         kernels = find_native_kernels(self._ort) if self._may_use_kernels and self.device == "cpu" else None
         self._kernels: NativeKernels | None = None
         with contextlib.ExitStack() as stack:
+            model, folder = read_mapped_model(stack.enter_context(self.files.mapped_path()))
+            self._run_seconds = self.max_run_seconds or (LOOP_SECONDS if has_loops(model) else None)
             stack.enter_context(resident_pages.few_file_pages(self.path))
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))

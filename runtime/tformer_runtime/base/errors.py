@@ -5,6 +5,7 @@ TformerError                base class; the command lines print its one sentence
 │   └── OutOfMemoryError    an input that does not fit into the memory of the host or the device
 ├── OptionError             an option with an unknown name or an impossible value
 ├── ModelFileError          a file that is not a tformer model, is damaged, or has another version than this runtime
+│   └── ModelChangedError   a file that was changed in place while the model was loaded
 ├── DeviceError             a requested device that is not available
 ├── MemoryBudgetError       a request that needs more memory than max_memory allows
 ├── DeadlineError           a request that was not finished by its deadline
@@ -70,6 +71,17 @@ class ModelFileError(TformerError):
     """A file that is not a tformer model, is damaged, or has another version than this runtime."""
 
 
+class ModelChangedError(ModelFileError):
+    """A file that was changed in place while the model was loaded: its mapped weights are not those that were verified.
+
+    path: the file.
+    """
+
+    def __init__(self, reason: str, input_number: int | None = None, path: str | None = None) -> None:
+        super().__init__(reason, input_number)
+        self.path = path
+
+
 class DeviceError(TformerError):
     """A requested device that is not available."""
 
@@ -110,6 +122,8 @@ def with_input_number(error: TformerError, input_number: int) -> TformerError:
     """Return the same error with the number of its input, from 1. For calls with several inputs."""
     if isinstance(error, OptionError):
         return OptionError(error.reason, input_number, error.option)
+    if isinstance(error, ModelChangedError):
+        return ModelChangedError(error.reason, input_number, error.path)
     return type(error)(error.reason, input_number)
 
 

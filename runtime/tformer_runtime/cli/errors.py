@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import click
 
+from tformer_runtime.base.crash_reports import report_crashes
 from tformer_runtime.base.errors import MORE_MEMORY, OutputError, TformerError, error_summary, typed_memory_error
 from tformer_runtime.base.process_memory import require_stack
 
@@ -28,6 +29,8 @@ def errors_as_sentences(
 ) -> Iterator[None]:
     """Write each error as one sentence to standard error, and exit. Standard output is flushed.
 
+    A signal that ends the process in native code is reported with the model that it ran.
+
     The status is 1 for an error and 130 for an interruption. Status 2 is click's, for a command line that it cannot
     parse. The traceback of an error that nobody foresaw is written to a file, which the sentence names.
 
@@ -37,6 +40,7 @@ def errors_as_sentences(
     verbose: write the traceback before the sentence.
     interrupted: the sentence for an interruption.
     """
+    report_crashes()
     if _is_ascii(getattr(sys.stdout, "encoding", None)):
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     try:

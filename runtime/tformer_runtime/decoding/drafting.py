@@ -93,12 +93,8 @@ def relative_cost(draft: Engine, model: Engine) -> float:
     """Return the cost of a step of the draft in steps of the model, by the bytes that a step reads. It is not measured,
     because draws of samples depend on it.
     """
-    sizes = []
-    for engine in (draft, model):
-        path = engine.session.path
-        files = (path, path.with_name(f"{path.name}.data"))
-        sizes.append(STEP_OVERHEAD_BYTES + sum(file.stat().st_size for file in files if file.exists()))
-    return float(sizes[0] / sizes[1])
+    of_draft, of_model = (STEP_OVERHEAD_BYTES + engine.session.files.num_bytes for engine in (draft, model))
+    return of_draft / of_model
 
 
 class DraftLengthController:

@@ -46,7 +46,6 @@ from tformer_runtime.format.manifest import (
     DecodeStage,
     Manifest,
 )
-from tformer_runtime.format.model_file import read_metadata
 
 PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/runtime.md#prompts-and-buffers)
 MAX_LOOP_LOGITS = 1 << 24  # numbers of the logits of a greedy loop, which no budget counts
@@ -79,7 +78,7 @@ class Engine:
         self._encode_calls = EncodeCalls(self._static_inputs)
         self._spares = SpareBuffers()
         has_shortlist = self.manifest.decode is not None and self.manifest.decode.shortlist is not None
-        self._shortlist_text = read_metadata(self.session.path).get(SHORTLIST_KEY) if has_shortlist else None
+        self._shortlist_text = self.session.files.metadata.get(SHORTLIST_KEY) if has_shortlist else None
 
     def close(self) -> None:
         """Free the weights, and on CUDA the buffers, as `Session.close` does. States keep their own caches."""

@@ -4,6 +4,7 @@ manifest         everything that the runtime must know about a file, as JSON in 
 manifest_checks  rules between fields of a manifest, and its graph
 typed_json       JSON as structs of msgspec, by their type hints
 digest           whether a file is as the exporter wrote it
+open_files       the files of a loaded model, held open: whether their bytes have changed
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two
 weight_forms     the forms of weights, made by numpy

@@ -18,11 +18,9 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
-from tformer_runtime.base.special_files import endless_reason
 from tformer_runtime.format.onnx_fields import (
     MODEL_METADATA_PROPS,
     STRING_STRING_ENTRY_KEY,
@@ -85,9 +83,8 @@ ENTRY_BYTES = len(digest_entry("0" * DIGEST_CHARS))
 def digest_of(file: BinaryIO) -> tuple[str | None, int]:
     """Return the digest that ends an open file, and the number of bytes that it is of."""
     size = max(0, os.fstat(file.fileno()).st_size - ENTRY_BYTES)
-    file.seek(size)
-    entry = file.read()
-    file.seek(0)
+    buffer = bytearray(ENTRY_BYTES)
+    entry = bytes(buffer[: _read_at(file, memoryview(buffer), size)])
     digest = entry[-DIGEST_CHARS:].decode("ascii", "replace")
     return (digest if entry == digest_entry(digest) else None), size
 
@@ -97,63 +94,51 @@ def weights_entry(digest: str, name: str) -> bytes:
     return digest_entry(f"{digest} {name}", WEIGHTS_DIGEST_KEY)
 
 
-def check_digest(path: Path, weights: str | None, threads: int = HASHING_THREADS) -> str | None:
+def check_digest(
+    file: BinaryIO, second: BinaryIO | None, weights: str | None, threads: int = HASHING_THREADS
+) -> str | None:
     """Compare a file with its digest, and return it; None for a file without one.
 
-    path: the file itself, and no link to it: onnxruntime looks for the second file next to it.
+    file, second: open, without a buffer.
     weights: digest and name of the second file, from the metadata; None if there is none.
     threads: those that hash chunks.
     Raise ModelFileError for another digest. Cost: reads and hashes both files.
     """
-    try:
-        with _open(path) as file:
-            digest, size = digest_of(file)
-            if digest is None:
-                return None
-            _compare(path, _hash(file, size, threads), digest)
-        if weights is not None:
-            expected, _, name = weights.partition(" ")
-            if not name or Path(name).name != name:
-                raise ModelFileError(f"{path} is damaged: {name!r} is no name of a file with weights")
-            second = path.with_name(name)
-            with _open(second) as file:
-                _compare(second, _hash(file, os.fstat(file.fileno()).st_size, threads), expected)
-    except OSError as error:
-        raise ModelFileError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+    digest, size = digest_of(file)
+    if digest is None:
+        return None
+    _compare(file, _hash(file, size, threads), digest)
+    if weights is not None:
+        assert second is not None
+        _compare(second, _hash(second, os.fstat(second.fileno()).st_size, threads), weights.partition(" ")[0])
     return digest
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a file without a buffer. Raise ModelFileError for a pipe or a device, which may never end."""
-    if (reason := endless_reason(path)) is not None:
-        raise ModelFileError(reason)
-    return path.open("rb", buffering=0)
-
-
-def _compare(path: Path, digest: str, expected: str) -> None:
+def _compare(file: BinaryIO, digest: str, expected: str) -> None:
     if digest != expected:
         raise ModelFileError(
-            f"{path} is damaged, or was changed after its export: its digest does not match. Copy it again or export "
-            "the model again; verify=False opens it as it is"
+            f"{file.name} is damaged, or was changed after its export: its digest does not match. Copy it again or "
+            "export the model again; verify=False opens it as it is"
         )
 
 
 def _hash(file: BinaryIO, size: int, threads: int) -> str:
-    """Return the digest of the next bytes of an open file. size: their number."""
+    """Return the digest of the first bytes of an open file. size: their number."""
     hashes = [b""] * math.ceil(size / CHUNK_BYTES)
     numbers = iter(range(len(hashes)))
-    reading = threading.Lock()  # chunks are read in order, and hashed meanwhile
+    taking = threading.Lock()
 
     def hash_chunks(_: int) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         while True:
-            with reading:
+            with taking:
                 if (number := next(numbers, None)) is None:
                     return
-                chunk = _read(file, buffer[: size - number * CHUNK_BYTES])
-            hashes[number] = _sha256(chunk).digest()
+            begin = number * CHUNK_BYTES
+            count = _read_at(file, buffer[: size - begin], begin)
+            hashes[number] = _sha256(buffer[:count]).digest()
 
-    threads = min(threads, len(hashes))
+    threads = min(threads, len(hashes)) if hasattr(os, "preadv") else 1
     if threads <= 1:
         hash_chunks(0)
     else:
@@ -164,12 +149,33 @@ def _hash(file: BinaryIO, size: int, threads: int) -> str:
     return _sha256(b"".join(hashes)).hexdigest()
 
 
-def _read(file: BinaryIO, buffer: memoryview) -> memoryview:
-    """Fill a buffer from a file. Return the part that is filled: less if the file ends."""
+def copy_bytes(source: BinaryIO, target: BinaryIO, size: int) -> None:
+    """Copy the first bytes of an open file into another one. Raise OSError if it has fewer."""
+    buffer, position = memoryview(bytearray(min(size, CHUNK_BYTES))), 0
+    while position < size:
+        count = _read_at(source, buffer[: size - position], position)
+        if not count:
+            raise OSError(f"{source.name} has become shorter")
+        position += target.write(buffer[:count])  # which may be fewer
+
+
+def _read_at(file: BinaryIO, buffer: memoryview, position: int) -> int:
+    """Fill a buffer from a place of a file. Return the number of bytes: fewer if the file ends.
+
+    Threads, and forked processes, share the position of an open file. A system without `preadv` moves it, and there one
+    thread reads.
+    """
     count = 0
-    while count < len(buffer) and (more := file.readinto(buffer[count:])):  # type: ignore[attr-defined]
+    while count < len(buffer):
+        if hasattr(os, "preadv"):
+            more = os.preadv(file.fileno(), [buffer[count:]], position + count)
+        else:
+            file.seek(position + count)
+            more = file.readinto(buffer[count:])  # type: ignore[attr-defined]
+        if not more:
+            break
         count += more
-    return buffer[:count]
+    return count
 
 
 class BackgroundCheck:

@@ -11,23 +11,27 @@ from typing import Any
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.format.dtypes import storage_dtype
 from tformer_runtime.format.manifest import AUDIO, IMAGE, MANIFEST_KEY, SERIES, CacheSpec, Manifest
-from tformer_runtime.format.model_file import manifest_of, read_manifest, read_metadata, verify_file
+from tformer_runtime.format.model_file import manifest_of, read_manifest, read_metadata
+from tformer_runtime.format.open_files import OpenFiles
 
 SMALLEST_SHARE = 0.001  # of weights, in texts: a share of a few weights is not written as none
 
 
-def file_info(path: Path, manifest: Manifest) -> dict[str, Any]:
+def file_info(path: Path, manifest: Manifest, num_bytes: int | None = None) -> dict[str, Any]:
     """Return the facts as plain values, fit for JSON.
 
+    num_bytes: of the file and its second file; None to look them up.
     cache_bytes_per_token: of one row. carry_bytes: of one row, at any length.
     """
-    m, weights = manifest, path.with_name(path.name + ".data")
+    m = manifest
+    if num_bytes is None:
+        num_bytes = OpenFiles(path).num_bytes
     caches = m.decode.caches if m.decode else ()
     slots, carries = ([c for c in caches if c.is_carry == is_carry] for is_carry in (False, True))
     inputs = [*(m.encode.inputs if m.encode else ()), *([m.decode.step] if m.decode else ())]
     return {
         "file": os.fspath(path),
-        "bytes": path.stat().st_size + (weights.stat().st_size if weights.exists() else 0),
+        "bytes": num_bytes,
         "task": m.task,
         "labels": list(m.output_meaning.labels),
         "problem_type": m.output_meaning.problem_type,
@@ -93,9 +97,9 @@ def file_fingerprint(path: Path) -> str:
 
 def verified_digest(path: Path) -> str:
     """Return the digest of a file that is as the exporter wrote it. Raise ModelFileError for any other file."""
-    metadata = read_metadata(path)
-    manifest_of(path, metadata)
-    digest = verify_file(path, metadata)
+    files = OpenFiles(path)
+    manifest_of(path, files.metadata)
+    digest = files.verify()
     if digest is None:
         raise ModelFileError(
             f"{path} does not end with a digest: another tool has rewritten it, or it was cut short. Export the model "

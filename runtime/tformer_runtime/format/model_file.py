@@ -19,7 +19,6 @@ from typing import BinaryIO
 
 from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.base.special_files import endless_reason
-from tformer_runtime.format.digest import HASHING_THREADS, WEIGHTS_DIGEST_KEY, check_digest
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
 from tformer_runtime.format.manifest_checks import check_manifest
 from tformer_runtime.format.onnx_fields import (
@@ -79,18 +78,6 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         return _model_metadata(content)
 
 
-def verify_file(
-    path: str | os.PathLike[str], metadata: Mapping[str, str], threads: int = HASHING_THREADS
-) -> str | None:
-    """Compare a model file with its digest, and return it; None for a file without one.
-
-    metadata: of the file, from `read_metadata`.
-    threads: those that hash the file.
-    Raise ModelFileError for another digest. Cost: see `check_digest`.
-    """
-    return check_digest(Path(path).resolve(), metadata.get(WEIGHTS_DIGEST_KEY), threads)
-
-
 class _FileContent:
     """The bytes of an open file, by position. It keeps the block that was read last."""
 
@@ -123,12 +110,21 @@ class _FileContent:
 @contextmanager
 def _open(path: str | os.PathLike[str]) -> Iterator[_FileContent]:
     """Yield the content of the file. Errors in opening and reading it become a ModelFileError."""
+    with reading(path), Path(path).open("rb", buffering=0) as file:
+        yield _FileContent(file, os.fstat(file.fileno()).st_size)
+
+
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn errors in opening and reading a model file, within the block, into a ModelFileError.
+
+    Raise it at once for a pipe or a device, which may never end.
+    """
     name = os.fspath(path)
+    if (reason := endless_reason(path)) is not None:
+        raise ModelFileError(reason)
     try:
-        if (reason := endless_reason(path)) is not None:
-            raise ModelFileError(reason)
-        with Path(path).open("rb", buffering=0) as file:
-            yield _FileContent(file, os.fstat(file.fileno()).st_size)
+        yield
     except FileNotFoundError as error:
         raise ModelFileError(f"{name} does not exist") from error
     except IsADirectoryError as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tformer_serve.conduct.api_keys import ADMIN_FOLDER
 from tformer_serve.errors import ApiError, full_error, stopping_error
 
 _SHARE_OF_LATEST = 0.1  # in the mean of times
@@ -81,7 +82,8 @@ class Admitted:
         self._app, self._admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        computes = scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(ADMIN_FOLDER)
+        if not computes:
             await self._app(scope, receive, send)
             return
         with self._admission.place():

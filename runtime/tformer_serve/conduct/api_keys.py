@@ -1,4 +1,4 @@
-"""Keys of clients: `Authorization: Bearer KEY`, as OpenAI's clients send it."""
+"""Keys of clients and of operators: `Authorization: Bearer KEY`, as OpenAI's clients send it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tformer_serve.errors import ApiError
 
 _OPEN_PATHS = ("/health/live", "/health/ready", "/")  # of an orchestrator and of a browser, which have no key yet
 _OPEN_FOLDER = "/page/"  # the files of the page, which has a field for the key
+ADMIN_FOLDER = "/admin/"  # the paths of operators
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
@@ -40,20 +41,32 @@ def _is_open(path: str) -> bool:
 
 
 class ApiKeys:
-    """Refuses requests without a key. Health checks and the files of the page need none."""
+    """Refuses requests without a key. Health checks and the files of the page need none.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    The paths of operators need a key of theirs, which is none for clients. Without such keys nobody may use the paths.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        self._app = app
+        self._keys, self._admin_keys = ([key.encode() for key in each] for each in (keys, admin_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and not _is_open(scope["path"]):
-            self._check(Headers(scope=scope).get("Authorization", ""))
+        if scope["type"] == "http":
+            header = Headers(scope=scope).get("Authorization", "")
+            if scope["path"].startswith(ADMIN_FOLDER):
+                if not self._admin_keys:
+                    message = "this server has no keys of operators: start it with --admin-key-file"
+                    raise ApiError(403, message, "no_admin_keys")
+                _check(header, self._admin_keys)
+            elif self._keys and not _is_open(scope["path"]):
+                _check(header, self._keys)
         await self._app(scope, receive, send)
 
-    def _check(self, header: str) -> None:
-        """Raise ApiError unless a header shows a key. The time does not tell which key it is close to."""
-        scheme, _, shown = header.partition(" ")
-        equal = [hmac.compare_digest(shown.strip().encode(), key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(equal):
-            message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+def _check(header: str, keys: Sequence[bytes]) -> None:
+    """Raise ApiError unless a header shows a key. The time does not tell which key it is close to."""
+    scheme, _, shown = header.partition(" ")
+    equal = [hmac.compare_digest(shown.strip().encode(), key) for key in keys]
+    if scheme.lower() != "bearer" or not any(equal):
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

@@ -111,7 +111,7 @@ def replica_app(args: ServeArguments, files: list[ModelFile]) -> FastAPI:
     set_up_logs()
     if args.max_models_per_replica is None:
         return make_app(Models.load(files, args.max_batch_size, **args.model_settings()), args.server_options())
-    models = MultiplexedModels(files, args.max_batch_size, args.model_settings())
+    models = MultiplexedModels(files, args.max_batch_size, **args.model_settings())
     return make_app(models, args.server_options(), [loading_layer(models, args.max_models_per_replica)])
 
 

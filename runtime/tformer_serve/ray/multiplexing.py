@@ -8,84 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tformer_runtime.base.errors import OptionError
 from tformer_runtime.base.extras import import_optional
-from tformer_serve.errors import ApiError
-from tformer_serve.registry import ModelFile, Models, ServedModel
+from tformer_serve.registry import Models, ServedModel
 
 _MODELS_PATH = "/v1/models/"
 
 
 class MultiplexedModels(Models):
-    """The models that a replica has loaded, of the files that it may load. For one event loop."""
-
-    def __init__(self, files: Sequence[ModelFile], max_batch_size: int, settings: Mapping[str, Any]) -> None:
-        """settings: of `Model.load`. Raise OptionError for two files of one name."""
-        super().__init__([])
-        self._files = {file.name: file for file in files}
-        if len(self._files) < len(files):
-            raise OptionError("two files have one name: name them apart, as NAME=FILE")
-        self._max_batch_size, self._settings, self._max_pending = max_batch_size, settings, 1
-        self._uses: Counter[int] = Counter()  # by the id of a model
-        self._retired: dict[int, ServedModel] = {}
-        self._closings: set[asyncio.Task[None]] = set()
-
-    def start(self, max_pending: int) -> None:
-        self._max_pending = max_pending
-
-    def named(self, name: str) -> ServedModel:
-        if name in self:
-            return self[name]
-        known = ", ".join(self._files)
-        raise ApiError(404, f"there is no model {name[:200]!r}: there are {known}", "model_not_found", "model")
-
-    def can_load(self, name: str) -> bool:
-        return name in self._files
+    """The models that a replica has loaded, of the files that it may load."""
 
     async def load_one(self, name: str) -> ServedModel:
-        """Load a model. Raise the errors of `Model.load`."""
-        loaded = await asyncio.to_thread(Models.load, [self._files[name]], self._max_batch_size, **self._settings)
-        served = loaded[name]
-        served.start(self._max_pending)
-        self._models[name] = served
+        """Load a model and serve it. Raise the errors of `Model.load`."""
+        served = await asyncio.to_thread(self.load_file, name)
+        self.add(served)
         return served
-
-    def use(self, served: ServedModel) -> None:
-        """Keep a model open until `release`."""
-        self._uses[id(served)] += 1
-
-    def release(self, served: ServedModel) -> None:
-        """End a use. A model that was retired is closed with its last use."""
-        self._uses[id(served)] -= 1
-        if not self._uses[id(served)] and id(served) in self._retired:
-            self._close(served)
-
-    def retire(self, served: ServedModel) -> None:
-        """Close a model, after its last use."""
-        self._retired[id(served)] = served
-        if not self._uses[id(served)]:
-            self._close(served)
-
-    def _close(self, served: ServedModel) -> None:
-        self._retired.pop(id(served), None)
-        self._uses.pop(id(served), None)
-        if self._models.get(served.name) is served:
-            del self._models[served.name]
-        task = asyncio.ensure_future(_closed(served))
-        self._closings.add(task)  # the loop itself keeps no task
-        task.add_done_callback(self._closings.discard)
-
-
-async def _closed(served: ServedModel) -> None:
-    await served.aio.close()
-    served.model.close()
 
 
 class _Held:
@@ -114,7 +55,7 @@ def loading_layer(models: MultiplexedModels, max_models: int) -> Middleware:
 
 
 class _LoadedModel:
-    """Loads the model that a request names, and keeps it until the response has ended."""
+    """Loads the model that a request names, and holds it."""
 
     def __init__(self, app: ASGIApp, models: MultiplexedModels, held_model: Any) -> None:
         self._app, self._models, self._held_model = app, models, held_model
@@ -126,17 +67,14 @@ class _LoadedModel:
         elif scope["type"] == "http" and scope["method"] == "POST":
             message = await receive()  # the whole body: a layer around this one has read it
             name, receive = _model_of(message.get("body", b"")), _once(message, receive)
-        if name is None or not self._models.can_load(name):
+        if name is None or name not in self._models.files:
             await self._app(scope, receive, send)
             return
         served: ServedModel = (await self._held_model(name)).served
         while self._models.get(name) is not served:  # it has left in the meantime
             served = (await self._held_model(name)).served
-        self._models.use(served)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._models.release(served)
+        self._models.hold(served)
+        await self._app(scope, receive, send)
 
 
 def _once(message: Message, receive: Receive) -> Receive:

@@ -16,6 +16,7 @@ similarity      /v1/similarity
 rerank          /v1/rerank
 forecast        /v1/forecast
 transcriptions  /v1/audio/transcriptions
+reload          /admin/reload
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tformer_serve.routes import (
     health,
     models,
     page,
+    reload,
     rerank,
     similarity,
     transcriptions,
@@ -43,6 +45,6 @@ from tformer_serve.routes import (
 # for a whole answer or `EventStream` for a stream. `classify` shows it for a task that does not generate.
 _MODULES = (
     page, health, models, completions, chat, generate, classify, entities, answer, fill, embeddings, similarity, rerank,
-    forecast, transcriptions,
+    forecast, transcriptions, reload,
 )  # fmt: skip
 ROUTERS = tuple(module.router for module in _MODULES)

@@ -22,11 +22,13 @@ async def live(state: State) -> Response:
 @router.get("/health/ready")
 @router.head("/health/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
-    """Answer 200 if requests are accepted, and 503 while the server is stopping or if a model has failed."""
+    """Answer 200 if requests are accepted, and 503 while the server is stopping or if a model cannot answer."""
     if state.admission.draining:
         return JSONResponse({"status": "stopping"}, 503)
     if failed := state.models.failed():
         return JSONResponse({"status": "failed", "models": failed}, 503)
+    if changed := state.models.changed():
+        return JSONResponse({"status": "changed", "models": changed}, 503)
     return JSONResponse({"status": "ready", "models": list(state.models)})
 
 

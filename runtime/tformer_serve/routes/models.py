@@ -30,6 +30,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
     manifest = served.model.manifest
     facts = {
         "task": manifest.task,
+        "digest": served.files.digest,
         **served.abilities,
         "max_length": manifest.max_length,
         "max_batch_size": served.max_batch_size,
@@ -37,4 +38,5 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "has_chat_template": manifest.chat_template is not None,
         "adapters": list(manifest.adapters),
     }
-    return {"id": served.name, "object": "model", "created": served.created, "owned_by": "tformer", "tformer": facts}
+    created = served.files.modified_at
+    return {"id": served.name, "object": "model", "created": created, "owned_by": "tformer", "tformer": facts}

@@ -17,7 +17,6 @@ from support.toy_models import Toy
 
 from tformer_export.common import onnx_writer
 from tformer_runtime import Model, ModelFileError
-from tformer_runtime.format import model_file
 from tformer_runtime.format.digest import (
     CHUNK_BYTES,
     DIGEST_KEY,
@@ -30,6 +29,7 @@ from tformer_runtime.format.digest import (
 )
 from tformer_runtime.format.manifest import MANIFEST_KEY
 from tformer_runtime.format.model_file import read_metadata
+from tformer_runtime.format.open_files import OpenFiles
 
 
 def read_digest(path):
@@ -38,8 +38,13 @@ def read_digest(path):
         return digest_of(file)[0]
 
 
+def checked_digest(path, threads=4):
+    with path.open("rb", buffering=0) as file:
+        return check_digest(file, None, None, threads)
+
+
 def verify_file(path):
-    return model_file.verify_file(path, read_metadata(path))
+    return OpenFiles(path).verify()
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +102,17 @@ def test_digest_of_whole_and_broken_chunks(size, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(content + digest_entry(expected))
     for threads in (1, 2, 3, 100):
-        assert check_digest(path, None, threads) == expected
+        assert checked_digest(path, threads) == expected
     for place in {0, size // 2, size - 1} if size else ():
         changed = bytearray(content)
         changed[place] ^= 1
         path.write_bytes(changed + digest_entry(expected))
         with pytest.raises(ModelFileError, match="is damaged"):
-            check_digest(path, None, 2)
+            checked_digest(path, 2)
     if size > CHUNK_BYTES:
         path.write_bytes(content[CHUNK_BYTES:] + content[:CHUNK_BYTES] + digest_entry(expected))
         with pytest.raises(ModelFileError, match="is damaged"):
-            check_digest(path, None)
+            checked_digest(path)
 
 
 def test_file_of_an_earlier_version_is_refused_and_not_taken_for_damaged(toy, tmp_path):
