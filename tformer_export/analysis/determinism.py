@@ -325,7 +325,8 @@ def find_foreign_tensor(source: Source) -> ForeignTensor | None:
         _FirstForeign() as first,
     ):
         outputs_of(source.module, source.example)
-    return first.found
+    found: ForeignTensor | None = first.found
+    return found
 
 
 class _FirstForeign(TorchDispatchMode):  # type: ignore[no-untyped-call]

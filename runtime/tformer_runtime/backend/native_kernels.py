@@ -26,7 +26,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32, Array, Ints
 from tformer_runtime.base.errors import MissingExtraError, OptionError
-from tformer_runtime.base.extras import import_onnxruntime
+from tformer_runtime.base.extras import import_onnxruntime, install_command
 from tformer_runtime.format.manifest import DecodeStage, Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
 from tformer_runtime.format.weight_files import WeightFiles
@@ -390,7 +390,7 @@ def _load_library() -> tuple[ctypes.CDLL, Path] | str:
     """Return the library and its file, or the reason why there is none of this version."""
     file = _library_file()
     if file is None:
-        return "tformer-kernels is not installed (pip install 'tformer[fast]')"
+        return f"tformer-kernels is not installed ({install_command('fast')})"
     try:
         library = ctypes.CDLL(os.fspath(file))
         version = library.tformer_kernels_version()

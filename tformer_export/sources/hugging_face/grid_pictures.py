@@ -105,7 +105,8 @@ def _is_on_white(processor: Any, size: tuple[int, int]) -> bool:
     from PIL import Image
 
     clear, white = Image.new("RGBA", size, (0, 0, 0, 0)), Image.new("RGB", size, "white")
-    return np.array_equal(*(np.asarray(processor(images=picture)[PIXELS]) for picture in (clear, white)))
+    laid, expected = (np.asarray(processor(images=picture)[PIXELS]) for picture in (clear, white))
+    return np.array_equal(laid, expected)
 
 
 def check_grid(wrapped: GridPicturesModule, module: Any, processor: GridProcessor) -> None:
