@@ -26,7 +26,7 @@ class _Rows(nn.Module):
 
     def __init__(self, table: torch.Tensor) -> None:
         super().__init__()
-        self.table = nn.Embedding.from_pretrained(table)
+        self.table = nn.Embedding(len(table), table.shape[1], _weight=table)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.table(input_ids)
