@@ -57,10 +57,20 @@ def nbits(bits: int, block: int, inner: int, columns: int, accuracy: int, random
     return [node], weights, (integers.astype(np.float64) - zeros[each]) * scales.astype(np.float64).T[each]
 
 
+def int8_weights(inner: int, columns: int, random: Any) -> np.ndarray:
+    """Return whole numbers (K, N) as files for the CPU hold them: rows 2i and 2i + 1 add up to 128 at most, as a size.
+
+    x86 processors without VNNI saturate the products of larger neighbours.
+    """
+    weights = random.integers(-127, 128, (inner + inner % 2, columns))
+    weights[1::2] = np.clip(weights[1::2], -128 - weights[::2], 128 - weights[::2])
+    return weights[:inner].astype(np.int8)
+
+
 def integer(inner: int, columns: int, random: Any) -> tuple[Any, Any, np.ndarray]:
     """Return the nodes of a product of integers with a scale for each row, as in files for the CPU."""
     weights = {
-        "W": random.integers(-127, 128, (inner, columns)).astype(np.int8),
+        "W": int8_weights(inner, columns, random),
         "scale": (random.uniform(0.5, 1.5, columns) / 500).astype(np.float32),
         "zero": np.uint8(128),
         "levels": np.float32(127),

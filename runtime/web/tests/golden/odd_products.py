@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from block_products import packed, write
+from block_products import int8_weights, packed, write
 from golden_file import GoldenFile
 from onnx import TensorProto as T
 from onnx import helper as h
@@ -162,7 +162,7 @@ def constant_sum(inner: int, random: Any) -> tuple[Any, Weights, Any]:
 def wide_columns(has_axis: bool, random: Any) -> tuple[Any, Weights, Any]:
     """A product of bytes whose weights have a local name. has_axis: whether the axis 0 of their Concat is written."""
     weights = {
-        "W": random.integers(-127, 128, (96, 512)).astype(np.int8),
+        "W": int8_weights(96, 512, random),
         "scale": np.float32(0.001),
         "zero": np.uint8(128),
     }

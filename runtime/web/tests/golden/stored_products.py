@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+from block_products import int8_weights
 from golden_file import GoldenFile
 from onnx import helper as h
 from onnx import numpy_helper
@@ -77,7 +78,7 @@ def selected(model: onnx.ModelProto) -> onnx.ModelProto:
 def transposed(inner: int, columns: int, random: Any) -> onnx.ModelProto:
     """Return a product of integers whose weights are the rows of a table, as a tied output projection has them."""
     weights = {
-        "table": random.integers(-127, 128, (columns, inner)).astype(np.int8),
+        "table": int8_weights(inner, columns, random).T.copy(),
         "scale": (random.uniform(0.5, 1.5, columns) / 500).astype(np.float32),
         "zero": np.uint8(128),
         "levels": np.float32(127),
