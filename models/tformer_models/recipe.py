@@ -123,7 +123,7 @@ class TrainingOptions:
         for name in SHARES:
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        if len(self.betas) != 2 or not all(isinstance(n, float) and 0 <= n < 1 for n in self.betas):
+        if len(self.betas) != 2 or not all(type(n) in (int, float) and 0 <= n < 1 for n in self.betas):
             raise OptionError(f"betas must be two numbers from 0 to below 1, such as [0.9, 0.98], not {self.betas!r}")
 
 

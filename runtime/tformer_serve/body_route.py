@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tformer_serve.errors import ApiError
-from tformer_serve.exchange import exchange_of, on_body
+from tformer_serve.exchange import exchange_of, on_body, path_of
 from tformer_serve.schemas.base import validation_error
 
 # A call that parses or checks a body stops all threads until it ends, some 20 ms for as much as this.
@@ -72,7 +72,7 @@ class BodyRoutes:
         self._routes = {route.path: route for route in routes if isinstance(route, BodyRoute)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        route = self._routes.get(path_of(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
         if route is None or not exchange_of(scope).body_bytes or not _is_json(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return

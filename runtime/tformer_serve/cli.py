@@ -6,8 +6,12 @@ Messages and logs go to standard error. Exit status: 0 stopped by a signal, 1 th
 from __future__ import annotations
 
 import gc
+import signal
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -30,6 +34,7 @@ from tformer_serve.options import (
 )
 
 _MAX_SECONDS = 1e9
+_LEAST_BODIES_BYTES = 1 << 20  # of a process whose limit leaves nothing
 _MEMORY_OF_BODIES = 4  # bodies take a quarter of a limited memory: the values that are parsed from them take more
 _SECONDS = click.FloatRange(0, _MAX_SECONDS, min_open=True)
 _FILE = click.Path(path_type=Path)
@@ -130,6 +135,7 @@ def main(
     FILE.onnx is a file of tformer-export, which clients call by its name without the ending; NAME=FILE names it
     otherwise.
     """
+    hang_ups = HangUps()
     with errors_as_sentences("tformer-serve", verbose, _sentence):
         for name in ("fastapi", "uvicorn", "prometheus_client"):
             import_optional(name, f"a server needs {name}", "serve")
@@ -138,9 +144,7 @@ def main(
         from tformer_serve.conduct.web_pages import allowed_hosts
         from tformer_serve.logs import set_up_logs
         from tformer_serve.registry import ModelFile, Models
-        from tformer_serve.server import HangUps, Server, bind, check_certificate
-
-        hang_ups = HangUps()
+        from tformer_serve.server import Server, bind, check_certificate
 
         if max_process_memory is not None:
             limit_process_memory(bytes_of(max_process_memory, "max_process_memory"))
@@ -175,10 +179,32 @@ def main(
                 max_run_seconds=values["max_run_seconds"],
             )
             if (left := process_memory_left()) is not None:
-                options = replace(options, max_bodies_bytes=min(options.max_bodies_bytes, left // _MEMORY_OF_BODIES))
-            server = Server(make_app(models, options), tls_cert, tls_key, hang_ups)
+                bodies = max(left // _MEMORY_OF_BODIES, _LEAST_BODIES_BYTES)
+                options = replace(options, max_bodies_bytes=min(options.max_bodies_bytes, bodies))
+            server = Server(make_app(models, options), tls_cert, tls_key, hang_ups.connect)
             gc.freeze()  # so that a collection, which stops all requests, looks at the objects of requests alone
             server.run([bound])
+
+
+class HangUps:
+    """The signals SIGHUP, each of which asks for a reload. One that comes before the server listens is kept."""
+
+    def __init__(self) -> None:
+        self._act: Callable[[], object] | None = None
+        self._came = False
+        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGHUP, self._on_signal)
+
+    def connect(self, act: Callable[[], object]) -> None:
+        """Act at each signal from now on, and now if there was one."""
+        self._act = act
+        if self._came:
+            act()
+
+    def _on_signal(self, sig: int, frame: FrameType | None) -> None:
+        self._came = True
+        if self._act is not None:
+            self._act()
 
 
 def _sentence(error: TformerError) -> str:

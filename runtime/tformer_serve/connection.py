@@ -60,10 +60,16 @@ class Connection(H11Protocol):
             self._plain_transport.abort()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Return whether the connection stays open: the client has ended its side, and may wait for an answer."""
+        """Return whether the connection stays open: the client has ended its side, and may wait for an answer.
+
+        A client that has gone must be found by a probe, which HTTP/1.0 has only within a stream. There, as of a proxy
+        whose own client has gone, the end of one side is the end of the request.
+        """
         self._client_has_ended = True
         waits = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if self._lingers or not waits or is_ssl(self._plain_transport):  # TLS has no connections of one side
+            return None
+        if self.conn.their_http_version != b"1.1" and not self._is_within_a_stream():
             return None
         self._probe_later(_PROBE_SECONDS)
         return True
@@ -138,11 +144,14 @@ class Connection(H11Protocol):
     def _filler(self) -> bytes:
         """Return bytes that clients skip: an interim response before the response, and its own filler within."""
         event: h11.Event | None = None
-        if self.conn.our_state is h11.SEND_BODY and (filler := filler_of(self.cycle.scope)):
-            event = h11.Data(data=filler)
+        if self._is_within_a_stream():
+            event = h11.Data(data=filler_of(self.cycle.scope))
         elif self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
             event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
         return b"" if event is None else self.conn.send(event) or b""
+
+    def _is_within_a_stream(self) -> bool:
+        return self.conn.our_state is h11.SEND_BODY and bool(filler_of(self.cycle.scope))
 
 
 class _Parser(h11.Connection):

@@ -65,6 +65,15 @@ def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
     return exchange
 
 
+def path_of(scope: Mapping[str, Any]) -> str:
+    """Return the path of a request within this application, by which routes are found.
+
+    Another server may have mounted the application under a prefix, which "path" then begins with.
+    """
+    path, prefix = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(prefix) :] if prefix and path.startswith(f"{prefix}/") else path
+
+
 def filler_of(scope: Mapping[str, object]) -> bytes:
     """Return the filler of a response that has begun."""
     exchange = scope.get(_KEY)

@@ -186,9 +186,13 @@ class Models(Mapping[str, ServedModel]):
         """Return the names of the models whose threads an error has ended. A reload or another process heals them."""
         return [] if self.closed else [name for name, served in self.items() if served.aio.closed]
 
-    def changed(self) -> list[str]:
-        """Return the names of the models whose files were changed in place. Loading the files again heals them."""
-        return [name for name, served in self.items() if served.files.has_changed()]
+    async def changed(self) -> list[str]:
+        """Return the names of the models whose files were changed in place. Loading the files again heals them.
+
+        A thread looks: after a change of the times it reads a whole file.
+        """
+        files = [(name, served.files) for name, served in self.items()]
+        return await asyncio.to_thread(lambda: [name for name, each in files if each.has_changed()])
 
     async def close(self) -> None:
         """End all requests with an error, and all threads."""

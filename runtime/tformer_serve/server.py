@@ -70,35 +70,19 @@ def check_certificate(cert: Path | None, key: Path | None) -> None:
         ) from error
 
 
-class HangUps:
-    """The signals SIGHUP, each of which asks for a reload. One that comes before the server listens is kept."""
-
-    def __init__(self) -> None:
-        self._act: Callable[[], object] | None = None
-        self._came = False
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, self._on_signal)
-
-    def connect(self, act: Callable[[], object]) -> None:
-        """Act at each signal from now on, and now if there was one."""
-        self._act = act
-        if self._came:
-            act()
-
-    def _on_signal(self, sig: int, frame: FrameType | None) -> None:
-        self._came = True
-        if self._act is not None:
-            self._act()
-
-
 class Server(uvicorn.Server):
     """A server of uvicorn that drains, and that loads its files again."""
 
     def __init__(
-        self, app: FastAPI, cert: Path | None = None, key: Path | None = None, hang_ups: HangUps | None = None
+        self,
+        app: FastAPI,
+        cert: Path | None = None,
+        key: Path | None = None,
+        connect_reload: Callable[[Callable[[], object]], object] | None = None,
     ) -> None:
+        """connect_reload: called when the server listens, with a function that asks for a reload."""
         self._state: ServerState = app.state.server
-        self._hang_ups = hang_ups
+        self._connect_reload = connect_reload
         self._reloads: set[asyncio.Task[object]] = set()
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,8 +116,8 @@ class Server(uvicorn.Server):
             bodies = self._state.options.max_bodies_bytes  # which the limit of the process may have lowered
             models = {name: served.files.digest for name, served in self._state.models.items()}
             log("listening", urls=urls, models=list(models), digests=models, max_bodies_bytes=bodies)
-            if self._hang_ups is not None:
-                self._hang_ups.connect(self._ask_for_reload)
+            if self._connect_reload is not None:
+                self._connect_reload(self._ask_for_reload)
 
     async def on_tick(self, counter: int) -> bool:
         try:

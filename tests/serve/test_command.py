@@ -62,7 +62,7 @@ def test_wrong_options_are_refused(tmp_path, files):
     letters = files["letters"]
     assert refused("--max-body", "x", letters).startswith("--max-body must be a number of bytes")
     assert refused("--max-upload", "x", letters).startswith("--max-upload must be a number of bytes")
-    assert refused("--api-key-file", tmp_path / "none", letters).startswith("the file of API keys, ")
+    assert refused("--api-key-file", tmp_path / "none", letters).startswith("the file of keys, ")
     assert refused("--tls-key", tmp_path / "none", letters).startswith("--tls-key needs tls_cert: give the certificate")
     assert refused("--tls-cert", tmp_path / "none", letters).startswith("TLS cannot use ")
     assert refused("--port", "0", "--allowed-host", "a.example:80", letters).startswith("--allowed-host must be a name")

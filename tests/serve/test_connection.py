@@ -116,11 +116,10 @@ def test_body_that_breaks_off_after_its_answer_ends_the_connection(server, caplo
     assert not [record for record in caplog.records if record.exc_info]
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_client_that_ends_its_side_gets_its_answer(server, name, version):
+def test_client_that_ends_its_side_gets_its_answer(server, name):
     """Netcat and other programs end their side of the connection after the request."""
-    sent = request(*REQUESTS[name], version)
+    sent = request(*REQUESTS[name])
     with server.connect() as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)

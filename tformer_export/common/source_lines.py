@@ -115,7 +115,8 @@ def operation_words(target: Any, frames: Sequence[traceback.FrameSummary], calle
     name = "to" if name == "to_copy" else name
     code = frames[-1 - len(inner)].line if len(inner) < len(frames) else ""
     sign = _SIGNS.get(name) or _SIGNS.get(name.removeprefix("r")) or _SIGNS.get(name.removeprefix("i"))
-    return f"`{name if sign is None or name in (code or '') else sign}`"
+    is_called = sign is not None and re.search(rf"\b{re.escape(name)}_?\s*\(", code or "") is not None
+    return f"`{name if sign is None or is_called else sign}`"
 
 
 def size_words(size: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> str:

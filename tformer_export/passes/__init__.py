@@ -103,9 +103,12 @@ PASSES = (
     Pass("gelu", _without_settings(gelu.run), portable=True),
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
-    # For a GPU one product with a stack takes less time than many products. Files without half precision are quantised.
+    # For a GPU one product with a stack takes less time than many products.
     Pass(
-        "unstack_products", _without_settings(unstack_products.run), lambda settings: not settings.half, portable=True
+        "unstack_products",
+        _without_settings(unstack_products.run),
+        lambda settings: not settings.half and settings.target != "cuda",
+        portable=True,
     ),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),
     # After the passes before it: a Gelu, or a reshape to the same rows, may stand between two products. The next passes

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from tformer_export.common.ir_edit import add_constant, constant, replace_node, weight_sizes
 
-MIN_OWN_VALUES = 1024  # of a matrix with rows of its own; a product of fewer takes less time than its operators
+MIN_OWN_VALUES = 1 << 17  # of a matrix with rows of its own; the operators around fewer int8 take longer than the stack
 MAX_AXES = 16  # of a value
 MAX_OWN_MATRICES = 256  # with rows of their own; each is a product in the file
 

@@ -29,7 +29,7 @@ _NO_MEMORY = re.compile(
     r"|can't start new thread",
     re.IGNORECASE,
 )
-_AMOUNT = re.compile(r"(?:allocate|buffer of size) (\d+(?:\.\d+)?)(?: (bytes|[KMGT]iB))?", re.IGNORECASE)
+_AMOUNT = re.compile(r"(?:allocate|buffer of size) (\d+(?:\.\d+)?)(?: (bytes|[KMGTPE]iB))?", re.IGNORECASE)
 MAX_QUOTED_CHARS = 200  # of the text of another library's error, or of an input
 MAX_SENTENCE_CHARS = 20_000  # enough for the names of all weights that do not fit; an input may be far longer
 
@@ -132,8 +132,10 @@ def typed_memory_error(error: BaseException, advice: str = SMALLER_INPUTS) -> Ba
 
     advice: the end of the sentence.
     """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OutOfMemoryError):
+    cause: BaseException | None = None if isinstance(error, TformerError) else error
+    seen: set[int] = set()
+    while cause is not None and not isinstance(cause, OutOfMemoryError) and id(cause) not in seen:
+        seen.add(id(cause))
         if _is_memory_error(cause):
             typed = OutOfMemoryError(f"there is not enough memory{_wanted(str(cause))}: {advice}")
             typed.__cause__ = error
@@ -155,7 +157,7 @@ def _wanted(text: str) -> str:
     found = _AMOUNT.search(text)
     if found is None:
         return ""
-    units = ("bytes", "KiB", "MiB", "GiB", "TiB")
+    units = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
     size, unit = float(found[1]), units.index(found[2]) if found[2] in units else 0
     while size >= 1024 and unit < len(units) - 1:
         size, unit = size / 1024, unit + 1

@@ -121,9 +121,9 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
     Raise it at once for a pipe or a device, which may never end.
     """
     name = os.fspath(path)
-    if (reason := endless_reason(path)) is not None:
-        raise ModelFileError(reason)
     try:
+        if (reason := endless_reason(path)) is not None:
+            raise ModelFileError(reason)
         yield
     except FileNotFoundError as error:
         raise ModelFileError(f"{name} does not exist") from error
@@ -131,6 +131,8 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise ModelFileError(f"{name} is a folder, not a model file") from error
     except OSError as error:
         raise ModelFileError(f"{name} cannot be read: {error.strerror or error}") from error
+    except RuntimeError as error:  # a link to itself, of pathlib before Python 3.13
+        raise ModelFileError(f"{name} cannot be read: {error}") from error
     except (WireError, UnicodeDecodeError) as error:
         raise ModelFileError(f"{name} is not a whole ONNX file: it is something else, damaged or cut short") from error
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from tformer_runtime.base.errors import ModelChangedError, ModelFileError
 from tformer_runtime.base.scratch_files import scratch_file
+from tformer_runtime.base.special_files import MAX_NAME_BYTES
 from tformer_runtime.format.digest import HASHING_THREADS, WEIGHTS_DIGEST_KEY, check_digest, copy_bytes, digest_of
 from tformer_runtime.format.manifest import MANIFEST_KEY
 from tformer_runtime.format.model_file import read_metadata, reading
@@ -64,6 +65,12 @@ class _OpenFile:
             return False
 
 
+def _is_name(text: str) -> bool:
+    """Return whether a text may be the name of a file, in the folder of another."""
+    is_plain = text == os.path.basename(text) and text not in ("", ".", "..") and "\0" not in text
+    return is_plain and len(os.fsencode(text)) <= MAX_NAME_BYTES
+
+
 class OpenFiles:
     """The file of a model and its second file, if it has one, until `close`.
 
@@ -86,11 +93,12 @@ class OpenFiles:
         self._weights = self.metadata.get(WEIGHTS_DIGEST_KEY)
         # onnxruntime looks for the second file next to the file itself, not next to a link to it.
         name = f"{main.path.name}.data" if self._weights is None else self._weights.partition(" ")[2]
-        self._second = main.path.with_name(name) if name and name == os.path.basename(name) else None
+        self._second = main.path.with_name(name) if _is_name(name) else None
         if self._second is not None and self._second.exists():
             with reading(self._second):
                 self._files.append(_OpenFile(self._second))
-        self.digest = digest_of(main.file)[0]
+        with reading(path):
+            self.digest = digest_of(main.file)[0]
         self.num_bytes = sum(file.stamp.size for file in self._files)
         self.modified_at = main.stamp.modified_at // 10**9
 
@@ -128,6 +136,7 @@ class OpenFiles:
         place for it, or if the file has no digest, the file itself is mapped.
         """
         main, *second = self._files
+        self.is_copied = False
         with contextlib.ExitStack() as stack:
             path = main.path
             # The exporter names the second file next to the digest. Another tool may have put weights into any file.

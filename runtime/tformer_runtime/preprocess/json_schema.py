@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tformer_runtime.base.errors import OptionError
 
 WHITE_SPACE = r"( |\n {0,32})?"  # between the tokens of JSON: without a limit a model may write white space alone
-_DATA = ("enum", "const", "required", "default", "examples")  # hold values, not schemas
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas with names
 _MAXIMA = ("maximum", "exclusiveMaximum")
 _BOUNDS = ("minimum", "exclusiveMinimum", *_MAXIMA, "multipleOf")
@@ -28,16 +28,17 @@ def with_white_space(schema: Any) -> Any:
 def check_numbers(schema: Any, kind: str) -> None:
     """Check that llguidance keeps the numbers that a schema demands or compares with.
 
-    It reads them as float64, and casts those of integers to int64. It does not end for an integer of −2⁶³ or less.
+    It reads them as float64, and casts those of integers to int64. An integer of −2⁶³ or less overflows its stack,
+    which ends the process. A reference may lead to any part of a schema, so all parts are checked.
     kind: the name of the constraint in the message. Raises OptionError for a number that would be changed.
     """
-    for key, value in _keywords(schema):
+    for key, value, _ in _entries(schema):
         numbers = _numbers(value) if key in ("enum", "const") else [value] if key in _BOUNDS else []
         for number in numbers:
             if not _is_kept(key, number):
                 raise OptionError(
-                    f"the {kind} has {json.dumps(number)[:40]} as its {key}, which cannot be kept exactly: integers "
-                    "are read as float64 and have at most 63 bits; use another bound, a string, or a regex",
+                    f"the {kind} has {json.dumps(number)[:40]} as its {key}, which cannot be kept exactly: numbers are "
+                    "read as float64, and integers have at most 63 bits; use another bound, a string, or a regex",
                     option=kind,
                 )
 
@@ -55,7 +56,9 @@ def _is_kept(key: str, number: Any) -> bool:
 def literal_strings(schema: Any) -> list[str]:
     """Return the strings that a text of a schema may have to hold."""
     strings = []
-    for key, value in _keywords(schema):
+    for key, value, is_name in _entries(schema):
+        if is_name:
+            continue
         if key in ("enum", "const", "required"):
             strings.append(json.dumps(value, ensure_ascii=False))
         elif key == "properties" and isinstance(value, dict):
@@ -64,29 +67,30 @@ def literal_strings(schema: Any) -> list[str]:
 
 
 def schemas_in_grammar(grammar: str) -> Iterator[Any]:
-    """Yield the schemas after `%json` in a grammar in Lark's notation. llguidance refuses a text that is not JSON."""
-    for place in grammar.split("%json")[1:]:
+    """Yield the schemas after each `%json` in a grammar in Lark's notation, also of one within a text.
+
+    Raises OptionError for an object that is not JSON.
+    """
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
         try:
-            yield json.JSONDecoder().raw_decode(place.lstrip())[0]
-        except ValueError:
-            continue
+            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
+        except ValueError as error:
+            raise OptionError(
+                f"the schema after %json in the grammar is not JSON: {error}", option="grammar"
+            ) from error
 
 
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keywords of a schema and of the schemas within it, with their values."""
-    pending = [schema]
+def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the keys and the values of all objects in a schema, and whether a key is a name and not a keyword."""
+    pending = [(schema, False)]
     while pending:
-        part = pending.pop()
+        part, has_names = pending.pop()
         if isinstance(part, list):
-            pending += reversed(part)
+            pending += [(element, False) for element in reversed(part)]
         elif isinstance(part, dict):
             for key, value in part.items():
-                yield key, value
-            for key, value in reversed(part.items()):
-                if key in _BY_NAME and isinstance(value, dict):
-                    pending += reversed(value.values())
-                elif key not in _DATA:
-                    pending.append(value)
+                yield key, value, has_names
+            pending += [(value, key in _BY_NAME and not has_names) for key, value in reversed(part.items())]
 
 
 def _numbers(value: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tformer_serve.conduct.api_keys import ADMIN_FOLDER
 from tformer_serve.errors import ApiError, full_error, stopping_error
+from tformer_serve.exchange import path_of
 
 _SHARE_OF_LATEST = 0.1  # in the mean of times
 
@@ -82,7 +83,7 @@ class Admitted:
         self._app, self._admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        computes = scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(ADMIN_FOLDER)
+        computes = scope["type"] == "http" and scope["method"] == "POST" and not path_of(scope).startswith(ADMIN_FOLDER)
         if not computes:
             await self._app(scope, receive, send)
             return

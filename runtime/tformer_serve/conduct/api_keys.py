@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tformer_runtime.base.errors import OptionError
 from tformer_serve.errors import ApiError
+from tformer_serve.exchange import path_of
 
 _OPEN_PATHS = ("/health/live", "/health/ready", "/")  # of an orchestrator and of a browser, which have no key yet
 _OPEN_FOLDER = "/page/"  # the files of the page, which has a field for the key
@@ -22,9 +23,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise OptionError(f"the file of API keys, {path}, cannot be read: {error.strerror or error}") from error
+        raise OptionError(f"the file of keys, {path}, cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise OptionError(f"the file of API keys, {path}, is not UTF-8") from error
+        raise OptionError(f"the file of keys, {path}, is not UTF-8") from error
     keys = tuple(line.strip() for line in lines if line.strip())
     for number, key in enumerate(keys, 1):
         if not (key.isascii() and key.isprintable() and " " not in key):
@@ -32,7 +33,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
                 f"key {number} of {path} is none: a key has letters, digits and signs of ASCII, without spaces"
             )
     if not keys:
-        raise OptionError(f"the file of API keys, {path}, has none: write one a line")
+        raise OptionError(f"the file of keys, {path}, has none: write one a line")
     return keys
 
 
@@ -53,12 +54,13 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             header = Headers(scope=scope).get("Authorization", "")
-            if scope["path"].startswith(ADMIN_FOLDER):
+            path = path_of(scope)
+            if path.startswith(ADMIN_FOLDER):
                 if not self._admin_keys:
                     message = "this server has no keys of operators: start it with --admin-key-file"
                     raise ApiError(403, message, "no_admin_keys")
                 _check(header, self._admin_keys)
-            elif self._keys and not _is_open(scope["path"]):
+            elif self._keys and not _is_open(path):
                 _check(header, self._keys)
         await self._app(scope, receive, send)
 

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tformer_serve.errors import ApiError, ClientGoneError, full_memory_error
-from tformer_serve.exchange import MAX_LOOP_BYTES, exchange_of
+from tformer_serve.exchange import MAX_LOOP_BYTES, exchange_of, path_of
 from tformer_serve.logs import log
 
 _UPLOADS = "/v1/audio/"  # the paths of forms with a file
@@ -123,7 +123,7 @@ class BodyLimit:
 
 
 def _has_file(scope: Scope) -> bool:
-    return str(scope["path"]).startswith(_UPLOADS)
+    return path_of(scope).startswith(_UPLOADS)
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tformer_runtime.base.extras import import_optional
+from tformer_serve.exchange import path_of
 from tformer_serve.registry import Models, ServedModel
 
 _MODELS_PATH = "/v1/models/"
@@ -62,8 +63,8 @@ class _LoadedModel:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         name = None
-        if scope["type"] == "http" and scope["method"] == "GET" and scope["path"].startswith(_MODELS_PATH):
-            name = scope["path"].removeprefix(_MODELS_PATH)
+        if scope["type"] == "http" and scope["method"] == "GET" and path_of(scope).startswith(_MODELS_PATH):
+            name = path_of(scope).removeprefix(_MODELS_PATH)
         elif scope["type"] == "http" and scope["method"] == "POST":
             message = await receive()  # the whole body: a layer around this one has read it
             name, receive = _model_of(message.get("body", b"")), _once(message, receive)

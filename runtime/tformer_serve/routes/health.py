@@ -27,7 +27,7 @@ async def ready(state: State) -> Response:
         return JSONResponse({"status": "stopping"}, 503)
     if failed := state.models.failed():
         return JSONResponse({"status": "failed", "models": failed}, 503)
-    if changed := state.models.changed():
+    if changed := await state.models.changed():
         return JSONResponse({"status": "changed", "models": changed}, 503)
     return JSONResponse({"status": "ready", "models": list(state.models)})
 

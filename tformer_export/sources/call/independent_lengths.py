@@ -20,6 +20,7 @@ from tformer_export.sources.base import Source
 
 Axis = tuple[str, int]
 Unit = tuple[Axis, ...]  # axes that have one length by their roles: of an input, its masks and its token types
+MAX_TRIED_GROUPS = 64  # of inputs whose lengths may have to be equal
 MIN_LENGTH = 3  # an axis of one position may be repeated, so that other lengths of it prove nothing
 
 
@@ -66,7 +67,7 @@ def _separable(source: Source, units: Sequence[Unit]) -> list[Unit]:
         """Return whether forward takes another length of these units than of the others."""
         return any(
             _runs(source, resized(source.example, sizes))
-            for other in _other_sizes(size)
+            for other in (size + 1, 2 * size, size - 1)
             for sizes in [{axis: other if unit in changed else size for unit in units for axis in unit}]
         )
 
@@ -75,16 +76,18 @@ def _separable(source: Source, units: Sequence[Unit]) -> list[Unit]:
     joined: list[Unit] = []
     while bound:
         first, *others = bound
-        partners = next(([other] for other in others if is_free([first, other])), others)
+        tried = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(1, len(others)))
+        partners = next((some for some in itertools.islice(tried, MAX_TRIED_GROUPS) if is_free([first, *some])), others)
         joined.append(tuple(itertools.chain(first, *partners)))
         bound = [unit for unit in others if unit not in partners]
     return [*joined, *free]
 
 
-def _other_sizes(size: int, taken: Collection[int] = ()) -> Iterator[int]:
-    """Yield lengths that differ from one length and from those that are taken, near ones first."""
-    sizes = (*range(size + 1, size + 5), 2 * size, size - 1, size - 2, size // 2)
-    return (other for other in dict.fromkeys(sizes) if other > 1 and other not in taken)
+def _other_sizes(size: int, taken: Collection[int]) -> Iterator[int]:
+    """Yield some lengths that differ from one length and from those that are taken, near ones first."""
+    near = (*range(size + 1, size + 5), 2 * size, size - 1, size - 2, size // 2)
+    sizes = itertools.chain(near, itertools.count(size + 5))
+    return itertools.islice((n for n in sizes if n > 1 and n not in taken and n != size), len(near))
 
 
 def _runs(source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:

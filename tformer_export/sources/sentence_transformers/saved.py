@@ -34,7 +34,6 @@ _READ_SETTINGS = {
     "max_seq_length", "do_lower_case", "transformer_task", "modality_config", "processing_kwargs", "tokenizer_args",
     "processor_kwargs",
 }  # fmt: skip
-_SETTINGS_OF_QUERIES = ("query_length", "document_length", "query_expansion")  # of encode_query, encode_document
 _SETTINGS_WITHOUT_EFFECT = {"unpad_inputs", "module_output_name"}
 _LOADING = ("model_args", "model_kwargs", "config_args", "config_kwargs")  # arguments of from_pretrained
 _LOADING_WITHOUT_EFFECT = {

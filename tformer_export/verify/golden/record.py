@@ -30,7 +30,7 @@ from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.model import Model
 from tformer_runtime.tasks import BaseTask, generates, task_of
 
-FORMAT, VERSION = "tformer-golden", 1
+FORMAT, VERSION = "tformer-golden", 2
 FLOAT_TOLERANCE = 1e-3  # that of the parity gate
 HALF_TOLERANCE = 1e-2  # of values that are rounded to half precision
 # One activation that is rounded to the other integer of 8 bits changes all later roundings. Then two runtimes differ by

@@ -29,7 +29,6 @@ const NO_TELEMETRY = "ORT_DISABLE_TELEMETRY";
  * Throw MissingExtraError without the package onnxruntime-node, and DeviceError in a thread that cannot switch off its telemetry.
  */
 export async function nodeBackend(threads?: number): Promise<Backend> {
-  await switchTelemetryOff();
   let ort: typeof Ort;
   try {
     const module = (await import("onnxruntime-node")) as typeof Ort & { default?: typeof Ort };
@@ -41,6 +40,7 @@ export async function nodeBackend(threads?: number): Promise<Backend> {
       error,
     );
   }
+  await switchTelemetryOff(); // before the first session
   return new NodeBackend(ort, threads);
 }
 

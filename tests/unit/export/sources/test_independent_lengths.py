@@ -51,6 +51,10 @@ def all_joined(a, b, c):
     return a + b + c
 
 
+def two_threes(a, b, c, d, e, f):
+    return (a + b + e).mean(1) + (c + d + f).mean(1)
+
+
 def two_pairs(a, b, c, d):
     return (a + c).mean(1) + (b + d).mean(1)
 
@@ -66,6 +70,7 @@ def two_pairs(a, b, c, d):
         (last_two_joined, "abc", ["a", "bc"]),
         (all_joined, "abc", ["abc"]),
         (two_pairs, "abcd", ["ac", "bd"]),
+        (two_threes, "abcdef", ["abe", "cdf"]),
     ],
 )
 @pytest.mark.parametrize("length", [1, LENGTH])
@@ -75,6 +80,12 @@ def test_lengths_are_equal_if_forward_needs_them_equal(function, names, equal, l
     for name in names:
         groups[found[name][0]] = groups.get(found[name][0], "") + name
     assert sorted(groups.values()) == equal
+
+
+@pytest.mark.parametrize(("count", "length"), [(6, 2), (10, 3), (10, 7)])
+def test_many_free_lengths_all_differ(count, length):
+    found = lengths(of_sums, "abcdefghij"[:count], length=length)
+    assert len(set(found.values())) == count
 
 
 def test_mask_keeps_the_length_of_its_input():

@@ -451,12 +451,12 @@ def test_missing_outputs_are_a_difference(files):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": "tformer-golden", "version": 1, "tolerance": 0.001}', "is damaged"),
+        ('{"format": "tformer-golden", "version": 2, "tolerance": 0.001}', "is damaged"),
         ("{", "is no golden file"),
         ("[]", "is no golden file"),
         ('{"format": "tformer-golden", "version": 99}', "is of version 99"),
-        ('{"format": "tformer-golden", "version": 1}', "is damaged"),
-        ('{"format": "tformer-golden", "version": 1, "tolerance": 1, "decode": [{}]}', "is damaged"),
+        ('{"format": "tformer-golden", "version": 2}', "is damaged"),
+        ('{"format": "tformer-golden", "version": 2, "tolerance": 1, "decode": [{}]}', "is damaged"),
     ],
 )
 def test_damaged_golden_file_is_refused(files, tmp_path, text, message):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 from support.toy_models import Toy
 
-from tformer_runtime import GenerationOptions, InputError, Model, OptionError, OutOfMemoryError
+from tformer_runtime import (
+    GenerationOptions,
+    InputError,
+    Model,
+    OptionError,
+    OutOfMemoryError,
+    UnsupportedCallError,
+)
 from tformer_runtime.base.errors import MORE_MEMORY, typed_memory_error, with_input_number
 
 
@@ -80,4 +87,17 @@ def test_missing_memory_is_found_behind_other_errors():
 
 @pytest.mark.parametrize("error", [ValueError("a shape"), OSError(28, "No space left"), InputError("out of memory")])
 def test_other_errors_stay(error):
+    assert typed_memory_error(error) is error
+
+
+def test_error_of_the_project_stays_whatever_caused_it():
+    """Its own words decide what a server answers: a model whose thread has ended is not mended by a later try."""
+    error = UnsupportedCallError("the model computes no more")
+    error.__cause__ = MemoryError()
+    assert typed_memory_error(error) is error
+
+
+def test_causes_in_a_circle_have_an_end():
+    error = RuntimeError("no word about it")
+    error.__cause__ = error
     assert typed_memory_error(error) is error

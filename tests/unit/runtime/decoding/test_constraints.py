@@ -372,6 +372,7 @@ def test_generated_text_matches_the_json_schema(make, seed):
         ({"type": "integer", "minimum": 2**62, "maximum": 2**62 + 1024}, set(range(2**62, 2**62 + 1025))),
         ({"type": "integer", "minimum": 2**62, "maximum": 2**64 - 1}, range(2**62, 2**64)),
         ({"properties": {"minimum": {"const": 7}, "default": {"const": 7}}, "default": 2**53 + 1}, None),
+        ({"properties": {"enum": {"type": "string", "const": "Zürich"}}}, None),
     ],
 )
 @given(seed=seeds)
@@ -400,18 +401,26 @@ BIG = 2**53 + 1  # float64 has no such number
         {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer", "exclusiveMinimum": BIG}]}},
         {"$defs": {"enum": {"const": BIG}}, "type": "array", "items": {"$ref": "#/$defs/enum"}},
         {"const": 10**400},
+        {"const": -(2**63), "description": "%json"},
+        {"$ref": "#/default", "default": {"const": -(2**63)}},
+        {"$ref": "#/$defs", "$defs": {"type": "integer", "const": -(2**63)}},
+        {"$ref": "#/examples/0", "examples": [{"enum": [BIG]}]},
+        {"$ref": "#/properties/const/a", "properties": {"const": {"a": {"type": "integer", "minimum": BIG}}}},
     ],
 )
 def test_number_that_would_be_rounded_is_refused(schema):
     with pytest.raises(OptionError, match="cannot be kept exactly"):
         model(byte_level).grammar("json_schema", schema)
-    with pytest.raises(OptionError, match="cannot be kept exactly"):
-        model(byte_level).grammar("grammar", f'start: "a" | %json {json.dumps(schema)}')
+    text = json.dumps(schema)
+    for grammar in (f'start: "a" | %json {text}', f"start: /%json x/ | %json{text} | %json {{}}"):
+        with pytest.raises(OptionError, match="cannot be kept exactly"):
+            model(byte_level).grammar("grammar", grammar)
 
 
 def test_schema_of_a_grammar_that_is_not_json_is_told():
-    with pytest.raises(OptionError, match="grammar cannot be used"):
-        model(byte_level).grammar("grammar", "start: %json {")
+    for text in ("start: %json {", 'start: %json {"a": "%json {"'):
+        with pytest.raises(OptionError, match="after %json in the grammar is not JSON"):
+            model(byte_level).grammar("grammar", text)
     with pytest.raises(OptionError, match="nested too deeply"):
         model(byte_level).grammar("grammar", "start: %json " + '{"not":' * 50_000)
 
