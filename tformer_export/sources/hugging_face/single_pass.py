@@ -200,7 +200,8 @@ def _with_token_types(source: Source, returned: bool) -> Source:
         return source
     types = torch.arange(ids.numel()).reshape(ids.shape) % (2 if has_several else 1)
     source = _with_example(source, {**source.example, TYPES: types})
-    return replace(source, token_types={TYPES: IDS}, needs_types=needs_types)
+    axes = {**source.axes, TYPES: source.axes[IDS]} if IDS in source.axes else source.axes
+    return replace(source, axes=axes, token_types={TYPES: IDS}, needs_types=needs_types)
 
 
 def _without_token_types(source: Source) -> Source:

@@ -74,6 +74,12 @@ class _Drawing:
     def products(self, x):
         self.values += [self.product(x) for _ in range(self.random.integers(2, 4))]
 
+    def stacked(self, x):
+        """Multiply with each matrix of a stack, and take one result."""
+        stack, first = self.weight(f"w{self.count}", 2, 1, WIDTH, WIDTH), f"first{self.count}"
+        self.weights[first] = np.array(0)
+        self.values.append(self.add("Gather", self.add("MatMul", x, stack), first, axis=0))
+
     def flattened(self, x):
         rows = self.add("Reshape", x, "flat")
         matrix, bias = self.weight(f"w{self.count}", WIDTH, WIDTH), self.weight(f"b{self.count}", WIDTH)
@@ -130,8 +136,8 @@ class _Drawing:
 
 
 PARTS = (
-    _Drawing.products, _Drawing.products, _Drawing.flattened, _Drawing.reshaped, _Drawing.gelu, _Drawing.rms_norm,
-    _Drawing.norm_of_sum,
+    _Drawing.products, _Drawing.products, _Drawing.flattened, _Drawing.stacked, _Drawing.reshaped, _Drawing.gelu,
+    _Drawing.rms_norm, _Drawing.norm_of_sum,
     _Drawing.attention, _Drawing.context_attention, _Drawing.embedded, _Drawing.logits,
 )  # fmt: skip
 

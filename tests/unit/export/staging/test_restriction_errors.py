@@ -180,9 +180,7 @@ class Nonzero(Mixer):
         return x + (tgt > 5).nonzero().sum()  # HERE
 
 
-@pytest.mark.parametrize(
-    ("mixer", "operation"), [(BooleanIndex, "aten.index.Tensor"), (Nonzero, "aten.nonzero.default")]
-)
+@pytest.mark.parametrize(("mixer", "operation"), [(BooleanIndex, "[…]"), (Nonzero, "nonzero")])
 def test_size_that_depends_on_data_is_refused(mixer, operation, tmp_path):
     message = refusal(mixer, tmp_path)
     assert f"`{operation}` at {here(mixer.forward)} makes a tensor whose size depends on the data" in message

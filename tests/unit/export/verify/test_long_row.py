@@ -96,9 +96,9 @@ def test_difference_that_begins_at_a_length_is_refused(monkeypatch, tmp_path):
     """The model is another one for long rows, which the trace does not see."""
     outputs, changed = Reference.outputs, ChangesFar().eval()
 
-    def of_another(self, requests, tokens):
+    def of_another(self, requests, tokens, left_out=()):
         if len(requests["ids"]) < BEGIN:
-            return outputs(self, requests, tokens)
+            return outputs(self, requests, tokens, left_out)
         return [changed(torch.from_numpy(requests["ids"])[None])[0].detach().numpy()]
 
     monkeypatch.setattr(Reference, "outputs", of_another)

@@ -16,8 +16,8 @@ from tformer_runtime.base import errors
 
 NAMES = {
     "Answer", "AsyncModel", "AsyncModelStats", "CachedPrefix", "Chat", "Classification", "DeadlineError", "DeviceError",
-    "GenerationOptions", "InputError", "MaskCandidate", "MemoryBudgetError",
-    "MissingExtraError", "Model", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
+    "GenerationOptions", "InputError", "MaskCandidate", "MemoryBudgetError", "MissingExtraError", "Model",
+    "ModelChangedError", "ModelFileError", "OptionError", "OutOfMemoryError", "OutputError", "ParityError",
     "Result", "Segment", "SourceError", "Span", "Speculation", "TformerError", "Timing", "Transcription",
     "UnsupportedCallError", "UnsupportedModelError",
     "limit_process_memory",
