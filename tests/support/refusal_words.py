@@ -28,4 +28,5 @@ def refusals_have_the_users_words(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
     monkeypatch.setattr(TformerError, "__init__", note)
     yield
-    assert [text for text in texts if FOREIGN.search(text)] == []
+    foreign = [text for text in texts if FOREIGN.search(text)]
+    assert not foreign, foreign

@@ -18,6 +18,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from tformer_export.common.source_lines import size_words
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.base import Source
 from tformer_export.sources.torch_module import check_example, from_module
@@ -173,7 +174,7 @@ def _check_sizes(whose: str, module: ProgramModule, name: str, axes: Sequence[in
             )
         min_size = module.bound(name, axis)[0]
         if not size.is_Symbol or min_size > 2:  # torch's own least size of a dynamic axis is 0 or 2
-            only = f"of at least {min_size}" if size.is_Symbol else f"that are {size}"
+            only = f"of at least {min_size}" if size.is_Symbol else f"that are {size_words(size, {})}"
             raise SourceError(
                 f"{whose} was exported for sizes of axis {axis} of {name} {only}, and decoding begins with one token: "
                 f"{remedy}"

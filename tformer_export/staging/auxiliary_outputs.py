@@ -15,6 +15,7 @@ from torch.fx import Node
 from tformer_export.analysis.binding_time import Level
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import expression, meta
+from tformer_export.common.source_lines import size_words
 from tformer_export.staging.emitter import axis_names
 from tformer_export.staging.output_lengths import find_derived_lengths
 from tformer_runtime.base.errors import OptionError
@@ -74,9 +75,10 @@ def _extra(captured: CapturedGraph, name: str, node: Node, of_step: bool) -> Aux
     if not has_simple_axes or not all(
         sizes[axis].is_Integer or sizes[axis].is_Symbol or names[axis] in derived_lengths for axis in rest
     ):
+        shape = f"({', '.join(size_words(size, captured.size_names) for size in sizes)})"
         positions = "its positions" if of_step else "none for those of the step"
         raise OptionError(
-            f"{name} has the shape {tuple(map(str, sizes))}, but an extra output needs one axis for the batch, "
+            f"{name} has the shape {shape}, but an extra output needs one axis for the batch, "
             f"{positions}, and other axes that are fixed, the length of an input or the length after a convolution"
         )
     first = (manifest.BATCH_AXIS, manifest.SELECTED_AXIS) if of_step else (manifest.BATCH_AXIS,)

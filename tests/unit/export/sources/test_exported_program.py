@@ -105,7 +105,7 @@ def test_masks_of_a_program_need_descriptions():
             lambda: program({0: Dim.DYNAMIC, 1: Dim("n")}, {0: Dim.DYNAMIC, 1: Dim("n")}, (6, 6)),
             "one length for src an",
         ),
-        (lambda: program(tgt={0: Dim.DYNAMIC, 1: 4 * Dim("n")}, lengths=(5, 8)), r"axis 1 of tgt that are 4\*s"),
+        (lambda: program(tgt={0: Dim.DYNAMIC, 1: 4 * Dim("n")}, lengths=(5, 8)), r"axis 1 of tgt that are 4\*n"),
         (lambda: program(tgt={0: Dim.DYNAMIC, 1: Dim("n", min=4)}), "axis 1 of tgt of at least 4, and decoding begins"),
         (lambda: program(train=True), r"exported in training mode, with dropout: call model.eval\(\)"),
     ],
