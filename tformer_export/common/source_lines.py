@@ -6,7 +6,6 @@ twenty operations for one call of an `nn.GRU`, and s22 for the length of an inpu
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import re
@@ -145,15 +144,14 @@ def _target_name(target: Any) -> str:
 
 
 def _class_at(file: str, line: int) -> str | None:
-    """Return the class of torch.nn whose code holds a line."""
-    classes = [node for node in _classes(file) if node.lineno <= line <= (node.end_lineno or 0)]
-    return classes[-1].name.lstrip("_") if classes else None
+    """Return the class of torch.nn whose code holds a line: the last statement of the module that begins before it."""
+    found = re.findall(r"^(?:class (\w+)|[^\s#)\]}\"'@].*)", "\n".join(_lines_of(file)[:line]), re.MULTILINE)
+    return found[-1].lstrip("_") or None if found else None
 
 
 @functools.lru_cache(maxsize=64)
-def _classes(file: str) -> list[ast.ClassDef]:
+def _lines_of(file: str) -> list[str]:
     try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):  # a torch without its source
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:  # a torch without its source
         return []
-    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
