@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import traceback
 from collections.abc import Callable, Iterable
 from operator import getitem
@@ -18,13 +17,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, Max, Min
 from torch.utils._sympy.printers import PythonPrinter
 
-from tformer_export.common.source_lines import is_users_file, operation_words, users_line, users_name
+from tformer_export.common.source_lines import LAYERS_FOLDER, is_users_file, operation_words, users_line, users_name
 
 aten = torch.ops.aten
 ORIGIN = ("stack_trace", "nn_module_stack", "torch_fn")  # entries of a node's meta that say where it comes from
 DENSE_SIZES, MAX_SIZE = 17, 2**20  # expressions of sizes are evaluated at all sizes below the first, and at the other
-
-_LAYERS = os.path.join("torch", "nn", "modules", "")
 
 
 def operation_name(node: Node) -> str:
@@ -57,7 +54,7 @@ def source_line(node: Node) -> str:
     """
     frames = _frames(node.meta.get("stack_trace"))
     inner = list(itertools.takewhile(lambda f: not is_users_file(f.filename), reversed(frames)))
-    layers = {f.filename for f in inner if _LAYERS in f.filename and not f.filename.endswith("module.py")}
+    layers = {f.filename for f in inner if LAYERS_FOLDER in f.filename and not f.filename.endswith("module.py")}
     path = next(reversed([name for name, _ in (node.meta.get("nn_module_stack") or {}).values()]), "")
     path = users_name(path.replace("L['self'].", ""))
     if len(inner) == len(frames):

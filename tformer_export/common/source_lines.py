@@ -86,7 +86,7 @@ def line_of_error(error: BaseException) -> str:
 
 # -- words ------------------------------------------------------------------------------------------------------------
 
-_LAYERS = os.path.join("torch", "nn", "modules", "")
+LAYERS_FOLDER = os.path.join("torch", "nn", "modules", "")  # of torch's own source
 _WRAPPERS = ("module.py", "container.py")  # they call the layer that is meant
 _SIGNS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "floordiv": "//", "floor_divide": "//", "mod": "%",
@@ -107,7 +107,7 @@ def operation_words(target: Any, frames: Sequence[traceback.FrameSummary], calle
     called: the function of torch that was called, if it is known; `target` may be a part of it.
     """
     inner = _frames_below_user(frames)
-    layers = [f for f in inner if _LAYERS in f.filename and not f.filename.endswith(_WRAPPERS)]
+    layers = [f for f in inner if LAYERS_FOLDER in f.filename and not f.filename.endswith(_WRAPPERS)]
     if layers and (layer := _class_at(layers[0].filename, layers[0].lineno or 0)):
         return f"`nn.{layer}`"
     name = (called or _target_name(target)).strip("_").removeprefix("native_")
