@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -237,6 +238,7 @@ def test_client_that_sends_for_long_after_its_answer_is_left(files, monkeypatch)
         with pytest.raises(OSError, match=r"reset|pipe"):  # noqa: PT012  # the first bytes cause the reset
             for _ in range(HANG_SECONDS * 100):
                 connection.sendall(b"a")
+                time.sleep(0.01)
 
 
 def test_connection_without_memory_ends_and_others_go_on(server, monkeypatch, caplog):

@@ -53,12 +53,17 @@ class PhaseClock:
 
 @contextmanager
 def unexpected_errors(clock: PhaseClock) -> Iterator[None]:
-    """Raise UnsupportedModelError, as one sentence, for an error that no phase expected. Its cause is that error."""
+    """Raise UnsupportedModelError, as one sentence, for an error that no phase expected. Its cause is that error.
+
+    Errors that say that memory is missing pass, for `memory_errors`.
+    """
     try:
         yield
     except TformerError:
         raise
     except Exception as error:
+        if typed_memory_error(error) is not error:
+            raise
         raise UnsupportedModelError(
             f"the export failed in its phase {clock.latest!r}, at {line_of_error(error)}: {error_summary(error)}. This "
             "model was not foreseen: report the traceback (--verbose, or the cause of this error)"

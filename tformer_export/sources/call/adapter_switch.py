@@ -38,6 +38,7 @@ class _Switched(nn.Module):
     """A module whose result gets the low-rank part of each row's adapter.
 
     The factors have three axes: a product with a matrix of two axes is one that quantisation would store in integers.
+    `passes/unstack_products.py` knows their names, and leaves them so.
     """
 
     def __init__(self, base: nn.Module, switch: AdapterSwitch, adapters: Sequence[LowRank | None]) -> None:
