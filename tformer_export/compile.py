@@ -23,43 +23,36 @@ import onnx_ir as ir
 from msgspec import structs
 from torch.fx import Node
 
-from tformer_export.analysis.attention import fill_unseeing
-from tformer_export.analysis.attention_patterns import Recognition, recognise
-from tformer_export.analysis.attention_weights import AttentionSelection, add_attentions, add_cross_attentions
 from tformer_export.analysis.batch_axes import BatchAxis, times_batch
-from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests
-from tformer_export.analysis.determinism import (
+from tformer_export.analysis.binding_time import Level, binding_times
+from tformer_export.analysis.input_facts import InputFacts, find_input_facts
+from tformer_export.analysis.interpreter import Constants
+from tformer_export.analysis.series import make_series_preprocessor
+from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.fx_nodes import describe_node, expression, meta
+from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
+from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
+from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
+from tformer_export.lowering.join_stages import assemble
+from tformer_export.lowering.manifest import describe
+from tformer_export.lowering.target import TARGETS, Target
+from tformer_export.lowering.to_onnx import to_onnx
+from tformer_export.normalise import NormaliseSettings, normalise
+from tformer_export.normalise.attention_patterns import Recognition
+from tformer_export.normalise.attention_weights import AttentionSelection
+from tformer_export.passes import run_passes
+from tformer_export.soundness.determinism import (
     refuse_mixed_rows,
     refuse_not_finite,
 )
-from tformer_export.analysis.einsum import einsums_to_products
-from tformer_export.analysis.hidden_wraps import replace_hidden_wraps
-from tformer_export.analysis.input_facts import InputFacts, find_input_facts
-from tformer_export.analysis.interpreter import Constants
-from tformer_export.analysis.own_caches import keep_written_keys
-from tformer_export.analysis.own_first_token import fill_first_position
-from tformer_export.analysis.relative_shift import unshift
-from tformer_export.analysis.row_independence import refuse_rows_that_meet
-from tformer_export.analysis.series import make_series_preprocessor
-from tformer_export.analysis.step_checks import (
+from tformer_export.soundness.row_independence import refuse_rows_that_meet
+from tformer_export.soundness.step_checks import (
     check_logits,
     check_max_length,
     check_output,
     check_special_tokens,
     check_step_input,
 )
-from tformer_export.capture.trace import (
-    CapturedGraph,
-    merge_equal_nodes,
-)
-from tformer_export.common.fx_nodes import describe_node, expression, meta
-from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
-from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
-from tformer_export.lowering.join_stages import assemble
-from tformer_export.lowering.manifest import describe
-from tformer_export.lowering.target import TARGETS, Target
-from tformer_export.lowering.to_onnx import to_onnx
-from tformer_export.passes import run_passes
 from tformer_export.sources import Source
 from tformer_export.staging.auxiliary_outputs import AuxiliaryOutput, find_auxiliary_outputs
 from tformer_export.staging.decode import DecodeEmitter
@@ -70,8 +63,8 @@ from tformer_export.staging.plan import StagingPlan, make_plan
 from tformer_export.staging.probe import compared_ids, run_other_row, run_probe
 from tformer_export.staging.restriction import RestrictionSolver
 from tformer_export.staging.rotary import find_rotations
-from tformer_export.staging.tables import DEFAULT_LENGTH, Table, is_causal_alone, make_tables
-from tformer_export.trace_source import CapturedModel, capture_model
+from tformer_export.staging.tables import Table, is_causal_alone, make_tables
+from tformer_export.trace.captured_model import CapturedModel, capture_model
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format.manifest import Manifest
 from tformer_runtime.preprocess.series import SeriesPreprocessor
@@ -156,7 +149,7 @@ class LoweredModel:
 class CompiledModel:
     """A model that is ready to be quantised, verified and written.
 
-    counts: name → count of recognised parts, of all phases. gives_last: see `CapturedModel`.
+    counts: name → count of recognised parts, of all phases. gives_last: see `Normalised`.
     unrecognised: see `Recognition.others`.
     max_length_cause: why no sequence is longer, such as the user's line that allows none; "" for a single-pass model.
     """
@@ -208,37 +201,33 @@ def analyse_model(
     half: bool = False,
     attentions: bool = False,
 ) -> AnalysedModel:
-    """Recognise attention, classify the inputs and find binding times. It rewrites the captured graph.
+    """Find facts, normalise the graph, in place, and check both.
 
     For the arguments see `analyse`. Raises OptionError for special tokens or extra outputs that the model does
     not have.
     """
     source, graph = captured.source, captured.graph
-    fill_first_position(graph)
-    einsums_to_products(graph)
-    unshift(graph)
-    replace_hidden_wraps(graph)
-    recognition = recognise(graph)
-    stepped = {node for node, level in binding_times(graph).items() if level is Level.STEP}
-    fill_unseeing(graph, recognition.fills, stepped, source.masks)
-    keep_written_keys(graph)
-    if cross_attentions is not None and cross_attentions is not False:
-        add_cross_attentions(graph, cross_attentions)
-    if attentions:
-        add_attentions(graph)
+    special = source.special_tokens
+    padding = special.pad_token_id if special.pads_alone else None
     inputs = find_input_facts(graph, source)
+    normalised = normalise(graph, NormaliseSettings(source.masks, padding, cross_attentions, attentions))
     check_special_tokens(source, inputs)
     check_max_length(source, inputs, max_length)
     series = make_series_preprocessor(source, graph, inputs)
-    special = source.special_tokens
-    if fold_padding_tests(graph, special.pad_token_id if special.pads_alone else None):
-        source = _without_padding(source, graph)
-    merge_equal_nodes(graph)
     level = binding_times(graph)
     encode, decode = find_auxiliary_outputs(graph, level)
-    extras = _without(encode, source.outputs), _without(decode, source.outputs)
     return AnalysedModel(
-        source, target, graph, level, extras, inputs, recognition, captured.gives_last, max_length, half, series
+        source=_without_padding(source, graph) if normalised.hides_padding else source,
+        target=target,
+        graph=graph,
+        level=level,
+        extras=(_without(encode, source.outputs), _without(decode, source.outputs)),
+        inputs=inputs,
+        recognition=normalised.recognition,
+        gives_last=normalised.gives_last,
+        max_length=max_length,
+        half=half,
+        series=series,
     )
 
 
@@ -440,7 +429,7 @@ def _length_cause(analysed: AnalysedModel, max_length: int) -> tuple[str, str]:
         return "the model's code allows no more", graph.limit_lines.get(graph.time, "")
     if analysed.max_length is not None:
         return "as asked (--max-length)", ""
-    if max_length == (stated or DEFAULT_LENGTH):
+    if max_length == (stated or DEFAULT_MAX_LENGTH):
         default = "the default for a model that states no limit: --max-length takes more"
         return ("as the model states" if stated else default), ""
     return "the model's position tables end there", ""

@@ -45,7 +45,7 @@ from tformer_export.common.option_values import (
 from tformer_runtime.base.errors import OptionError
 
 if TYPE_CHECKING:  # --help needs neither torch nor onnx
-    from tformer_export.analysis.attention_weights import AttentionSelection
+    from tformer_export.normalise.attention_weights import AttentionSelection
     from tformer_export.sources import Source
 
 Adapters = Mapping[str, str | os.PathLike[str]] | Sequence[str | os.PathLike[str]]
@@ -293,7 +293,7 @@ class ExportOptions:
         """Return these options for a model. Raises OptionError for options that the model cannot have."""
         if source.packed_weights:
             self._check_packed()
-        from tformer_export.analysis.attention_weights import check_has_attentions  # --help needs no torch
+        from tformer_export.normalise.attention_weights import check_has_attentions  # --help needs no torch
 
         is_single_pass = source.step_input is None
         check_has_attentions(source, self.extra_outputs.cross_attentions, self.extra_outputs.attentions)

@@ -16,10 +16,11 @@ from torch import nn
 
 from tformer_export import export
 from tformer_export.analysis.attention import ATTENTION
-from tformer_export.analysis.attention_patterns import recognise
-from tformer_export.analysis.binding_time import binding_times, fold_padding_tests
+from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.trace import capture, merge_equal_nodes
+from tformer_export.normalise.attention_patterns import recognise
+from tformer_export.normalise.padding_tests import fold_padding_tests
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.plan import make_plan
 from tformer_export.staging.restriction import RestrictionSolver

@@ -24,7 +24,8 @@ RUNTIME = {
     "cli": ("base", "format", "preprocess", "decoding", "tasks", "", "distributed"),
 }
 PIPELINE = (
-    "common", "sources", "capture", "analysis", "staging", "passes", "lowering", "trace_source", "compile", "options",
+    "common", "sources", "capture", "analysis", "normalise", "soundness", "trace", "staging", "passes", "lowering",
+    "compile", "options",
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
@@ -119,7 +120,18 @@ def test_relative_import_is_refused(line, tmp_path):
 LISTS_MODULES = (
     *(
         f"tformer_export/{folder}"
-        for folder in ("analysis", "lowering", "quantize", "quantize/rounding", "sources", "staging", "verify")
+        for folder in (
+            "analysis",
+            "normalise",
+            "soundness",
+            "trace",
+            "lowering",
+            "quantize",
+            "quantize/rounding",
+            "sources",
+            "staging",
+            "verify",
+        )
     ),
     "runtime/tformer_runtime/distributed",
     *(f"runtime/tformer_serve{folder}" for folder in ("", "/conduct", "/ray", "/routes", "/schemas")),

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from tformer_export.capture.trace import ID_MOVES, IDS, CapturedGraph, count_ids
-from tformer_export.common.fx_nodes import aten, is_read_from_data, meta
+from tformer_export.common.fx_nodes import is_read_from_data, meta
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 
 
@@ -69,30 +69,6 @@ def is_fixed(node: Node) -> bool:
     return True
 
 
-def fold_padding_tests(captured: CapturedGraph, pad: int | None) -> bool:
-    """Replace "is this token of the step input padding?" by its answer for a valid token, in place.
-
-    Return whether forward treats the declared padding in another way than other ids. A file must not generate it then.
-
-    pad: the id that is declared as padding; None folds only tests with the same answer for every id. A test for another
-        id, such as a separator, is data like any other.
-    """
-    if captured.step_name is None:
-        return False
-    hides_padding = False
-    for test in padding_tests(captured, captured.step_name):
-        if test.padding is not None and test.padding != pad:
-            continue
-        hides_padding |= test.padding is not None
-        with captured.graph.inserting_before(test.node):
-            sizes = [_size(captured, test.node, axis) for axis in range(meta(test.node).dim())]
-            folded = captured.graph.call_function(aten.full.default, (sizes, test.usual), {"dtype": torch.bool})
-        folded.meta = dict(test.node.meta)
-        test.node.replace_all_uses_with(folded)
-    captured.graph.eliminate_dead_code()
-    return hides_padding
-
-
 @dataclass(frozen=True)
 class PaddingTest:
     """An operation from token ids to booleans that answers `usual` for all ids except `padding` (None: for all ids)."""
@@ -124,23 +100,6 @@ def padding_tests(captured: CapturedGraph, name: str) -> list[PaddingTest]:
         elif value.dtype in IDS and _only_moves(node, carriers):
             carriers.add(node)
     return tests
-
-
-def _size(captured: CapturedGraph, node: Node, axis: int) -> Any:
-    """Return the size of an axis of a node that will be removed, read from the operand from which the node has it."""
-    size = meta(node).shape[axis]
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    source, source_axis = next(
-        (a, i)
-        for a in node.all_input_nodes
-        if isinstance(meta(a), torch.Tensor)
-        for i, s in enumerate(meta(a).shape)
-        if isinstance(s, torch.SymInt) and s.node.expr == size.node.expr
-    )
-    size_node = captured.graph.call_function(aten.sym_size.int, (source, source_axis))
-    size_node.meta["val"] = size
-    return size_node
 
 
 def _only_moves(node: Node, carriers: set[Node]) -> bool:

@@ -500,9 +500,10 @@ def count_ids(captured: CapturedGraph, name: str) -> int:
     return size or int(captured.example[name].max()) + 1
 
 
-def merge_equal_nodes(captured: CapturedGraph) -> None:
-    """Merge equal computations, such as a mask that every layer makes again."""
+def merge_equal_nodes(captured: CapturedGraph) -> int:
+    """Merge equal computations, such as a mask that every layer makes again, and return by how many nodes they were."""
     captured.graph.eliminate_dead_code()
+    count = len(captured.graph.nodes)
     result = CSEPass()(torch.fx.GraphModule(torch.nn.Module(), captured.graph))
     assert result is not None
     graph = result.graph_module.graph
@@ -511,6 +512,7 @@ def merge_equal_nodes(captured: CapturedGraph) -> None:
     captured.graph = graph
     captured.inputs = {name: by_name[node.name] for name, node in captured.inputs.items()}
     captured.output = _output_values(graph)[0]
+    return count - len(graph.nodes)
 
 
 def _output_node(graph: Graph) -> Node:

@@ -23,12 +23,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tformer_export.analysis.attention import ATTENTION
-from tformer_export.analysis.attention_weights import WEIGHTS
 from tformer_export.common import onnx_operators
 from tformer_export.common.fx_nodes import describe_node, meta
 from tformer_export.common.kernel_choices import ROTARY, WHOLE_ATTENTION, KernelForms
 from tformer_export.common.option_values import TARGET_NAMES
 from tformer_export.lowering.webgpu_operators import operators_without_kernel
+from tformer_export.normalise.attention_weights import WEIGHTS
 from tformer_export.staging.plan import CachedAttention
 from tformer_runtime.base.errors import UnsupportedModelError
 

@@ -9,11 +9,11 @@ import torch
 from torch.fx import Node
 
 from tformer_export.analysis.binding_time import padding_tests
-from tformer_export.analysis.determinism import failing_line
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.analysis.interpreter import run
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.source_lines import torch_error_words
+from tformer_export.soundness.determinism import failing_line
 from tformer_export.staging.restriction import PROBE_LENGTH
 from tformer_runtime.base.errors import UnsupportedModelError
 

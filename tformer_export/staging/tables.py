@@ -24,12 +24,12 @@ from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.fx_nodes import as_function, describe_node, expression, meta, source_line
+from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
 from tformer_export.staging.layouts import PLAIN, Layout
 from tformer_export.staging.plan import CachedAttention
 from tformer_export.staging.restriction import PROBE_LENGTH, RestrictionSolver
 from tformer_runtime.base.errors import UnsupportedModelError
 
-DEFAULT_LENGTH = 512
 MAX_VISIBLE_BIAS = 1e4  # a bias of this magnitude hides a key
 REPLACED_LENGTHS = 2, 3, PROBE_LENGTH, 65, 1024  # at which a model runs with tables of the maximum length
 _NUMBERS = "TensorType", "NumberType"  # of an argument that a value is computed by; a size has the type IntType
@@ -114,12 +114,12 @@ def make_tables(
     Raises UnsupportedModelError if `required` is more than the model allows, or if a constant is not prefix-consistent.
     """
     source = _Constants(solver, list(nodes), list(invariant))
-    _limit_by_numbers(solver, required or preferred or DEFAULT_LENGTH)
+    _limit_by_numbers(solver, required or preferred or DEFAULT_MAX_LENGTH)
     if required is not None:
         source.check(required)
         length = required
     else:
-        preferred = preferred or DEFAULT_LENGTH
+        preferred = preferred or DEFAULT_MAX_LENGTH
         length = _greatest(source.exist, min(preferred, solver.captured.time_limit or preferred))
         # A position embedding may change beyond the length that a model was first trained for.
         consistent = _greatest(source.are_consistent, length)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tformer_export import export
-from tformer_export.analysis.size_branches import runs_beyond
+from tformer_export.soundness.size_branches import runs_beyond
 from tformer_export.sources.torch_module import from_module
-from tformer_export.trace_source import capture_model
+from tformer_export.trace.captured_model import capture_model
 from tformer_runtime import UnsupportedModelError
 from tformer_runtime.format.manifest import SpecialTokens
 

@@ -8,15 +8,15 @@ import torch
 from support.small_models import VOCABULARY, Mixer, Small, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.analysis.attention_patterns import recognise
-from tformer_export.analysis.attention_weights import add_cross_attentions, select_heads
 from tformer_export.analysis.binding_time import binding_times
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import analyse
+from tformer_export.normalise.attention_patterns import recognise
+from tformer_export.normalise.attention_weights import add_cross_attentions, select_heads
 from tformer_export.sources.torch_module import from_module
 from tformer_export.staging.auxiliary_outputs import find_auxiliary_outputs
-from tformer_export.trace_source import trace_source
+from tformer_export.trace.lengths import trace_source
 from tformer_export.verify.parity import ParityGate
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime import OptionError, ParityError

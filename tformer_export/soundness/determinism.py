@@ -42,6 +42,10 @@ class Rehearsal:
     changed: list[str] = field(default_factory=list)
 
 
+class ForwardRefusedError(UnsupportedModelError):
+    """A refusal whose reason is in forward itself. Each other way to trace forward would meet it too."""
+
+
 def rehearse(source: Source) -> Rehearsal:
     """Run forward twice, at sizes other than the example's. Raises SourceError if it fails on the example too."""
     sized = _other_sizes(source)
@@ -77,7 +81,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def refuse_random_module(source: Source) -> None:
-    """Refuse a module that draws random numbers and that cannot be traced: the draw is the first thing to change.
+    """Raise ForwardRefusedError for a module that draws random numbers: the draw is the first thing to change.
 
     The module's outputs differ from run to run. Without a random operation of torch, nothing is refused.
     """
@@ -90,7 +94,7 @@ def refuse_random_module(source: Source) -> None:
     ):
         outputs_of(source.module, source.example)
     if draw.place is not None:
-        raise UnsupportedModelError(_draws(draw.place))
+        raise ForwardRefusedError(_draws(draw.place))
 
 
 class _FirstDraw(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,8 +10,9 @@ import torch
 from support.small_models import EXAMPLE, VOCABULARY, Mixer, Small, captured_of, causal, joined
 
 from tformer_export import export
-from tformer_export.analysis.binding_time import Level, binding_times, fold_padding_tests, padding_tests
+from tformer_export.analysis.binding_time import Level, binding_times, padding_tests
 from tformer_export.common.fx_nodes import meta
+from tformer_export.normalise.padding_tests import fold_padding_tests
 from tformer_runtime import Model
 from tformer_runtime.engine.engine import Engine
 

@@ -8,10 +8,10 @@ import torch
 from support.small_models import EXAMPLE, Mixer, Small, captured_of
 from torch.utils._sympy.functions import Max, Min
 
-from tformer_export.analysis.size_branches import limit_by_branches, sizes_below
 from tformer_export.common.fx_nodes import simplify_size
+from tformer_export.soundness.size_branches import limit_by_branches, sizes_below
 from tformer_export.sources.torch_module import from_module
-from tformer_export.trace_source import capture_model
+from tformer_export.trace.captured_model import capture_model
 from tformer_runtime import UnsupportedModelError
 
 

@@ -19,11 +19,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from tformer_export.analysis.batch_axes import times_batch
-from tformer_export.analysis.determinism import explain_mixed_rows
 from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph, count_ids
 from tformer_export.common.fx_nodes import aten, expression, meta
 from tformer_export.common.module_state import is_same
+from tformer_export.soundness.determinism import explain_mixed_rows
 from tformer_runtime.base.errors import UnsupportedModelError
 
 SHARED, MIXED = -1, -2  # owners of numbers of no row, and of several

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from support.small_models import HEADS, VOCABULARY, WIDTH, Mixer, Small, attention_nodes, captured_of, causal, joined
 from torch import nn
 
-from tformer_export.analysis.attention_patterns import recognise
-from tformer_export.analysis.einsum import einsums_to_products
 from tformer_export.analysis.interpreter import run
+from tformer_export.normalise.attention_patterns import recognise
+from tformer_export.normalise.einsum import einsums_to_products
 
 SCALE = 1 / math.sqrt(WIDTH / HEADS)
 LOWEST_FLOAT = torch.finfo(torch.float32).min

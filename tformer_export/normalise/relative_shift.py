@@ -41,7 +41,7 @@ class _Shift:
     order: tuple[int, ...]
 
 
-def unshift(captured: CapturedGraph) -> int:
+def shifts_to_lookups(captured: CapturedGraph) -> int:
     """Rewrite the shifted products of a graph in place and return their number.
 
     Cost: two runs of the graph on the example for each shift.

@@ -47,8 +47,12 @@ class _Equation:
         return "".join(c for c in self.right if c in self.left and c not in self.result)
 
 
-def einsums_to_products(captured: CapturedGraph) -> None:
-    """Rewrite the graph in place. Sums of other kinds, such as outer products, stay. Linear in the number of nodes."""
+def einsums_to_products(captured: CapturedGraph) -> int:
+    """Rewrite the graph in place, and return the number of sums that became products. Linear in the number of nodes.
+
+    Sums of other kinds, such as outer products, stay.
+    """
+    count = 0
     for node in captured.nodes:
         if node.target is aten.einsum.default and len(arguments(node)[1]) == 2:
             left, right = arguments(node)[1]
@@ -58,7 +62,9 @@ def einsums_to_products(captured: CapturedGraph) -> None:
             if equation.columns and equation.result.replace(equation.batch, "").startswith(equation.columns[0]):
                 equation, left, right = equation.swapped(), right, left  # the rows of the result come first
             node.replace_all_uses_with(_product(NodeBuilder(captured.graph, node), equation, left, right))
+            count += 1
     captured.graph.eliminate_dead_code()
+    return count
 
 
 def _parse(text: str, *ranks: int) -> _Equation | None:
