@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tformer_export.build import build
 from tformer_export.common.atomic_output import check_beside, check_writable
-from tformer_export.common.clock import PhaseClock, exits_refused, memory_errors, peak_memory, unexpected_errors
+from tformer_export.common.clock import PhaseClock, exits_refused, memory_errors, unexpected_errors
 from tformer_export.common.option_values import THROUGHPUT
 from tformer_export.common.task import Task
 from tformer_export.options import Adapters, ExportOptions, ExtraOutputs, Quantization
-from tformer_export.report import ExportReport, tokenizer_gaps
+from tformer_export.report import ExportReport
 from tformer_export.sources import Mask, Source
 from tformer_export.sources.exported_program import from_program
 from tformer_export.sources.finish import SourceOverrides, finish
@@ -127,7 +128,6 @@ def export(
     operations, and memory of about four times the weights. While a model is captured, analysed and lowered, torch is
     patched for the whole process under a lock: exports of other threads wait.
     """
-    import_onnxruntime()  # without it nothing can be verified
     options = ExportOptions(
         quantization=Quantization.of(quantization),
         extra_outputs=extra_outputs or ExtraOutputs(),
@@ -140,11 +140,8 @@ def export(
         adapters=adapters,
         golden=golden,
     )
-    out = named_path(path, OutputError, "the file to write")
-    check_writable(out, force)
-    if golden is not None:
-        check_beside(named_path(golden, OutputError, "the golden file"), out, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
+    _check_outputs(path, options, force)
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
     overrides = SourceOverrides.of(
         task,
@@ -156,46 +153,37 @@ def export(
         preprocessor=preprocessor,
         max_length=max_length,
     )
+    return export_source(source, path, options, overrides, force, progress)
+
+
+@memory_errors()
+@exits_refused()
+def export_source(
+    source: Source,
+    path: str | os.PathLike[str],
+    options: ExportOptions,
+    overrides: SourceOverrides,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda phase: None,
+) -> ExportReport:
+    """Export a source with these options. For errors and the other arguments see `export`."""
+    out = _check_outputs(path, options, force)
     source = finish(source, overrides)
-    if adapters:
-        source = with_adapters(source, adapters)
+    if options.adapters:
+        source = with_adapters(source, options.adapters)
     clock = PhaseClock(progress)
     with source.eval_mode(), unexpected_errors(clock):
-        result = build(source, out, options.for_model(source), clock)
-    return ExportReport(
-        path=str(out),
-        source=source.name,
-        adapters=source.adapters,
-        task=source.task,
-        target=target,
-        precision=result.manifest.precision,
-        quantization=result.manifest.quantization,
-        activation_scales=options.quantization.activation_scales,
-        kv_cache=options.quantization.kv_cache,
-        max_length=result.manifest.max_length,
-        parameters=sum(p.numel() for p in source.module.parameters()),
-        size=result.size,
-        parity=result.parity,
-        counts=result.counts,
-        weight_bits=dict(result.manifest.weight_bits),
-        unrecognised=result.unrecognised,
-        max_length_cause=result.max_length_cause,
-        input_limits={
-            spec.name: spec.max_length
-            for spec in (result.manifest.encode.inputs if result.manifest.encode else ())
-            if spec.max_length is not None
-        },
-        degradation=result.degradation,
-        mixture=result.mixture,
-        optimized_for=result.manifest.optimized_for,
-        products=result.products,
-        calibration=result.calibration,
-        tuning=result.tuning,
-        seconds=clock.seconds,
-        peak_memory=peak_memory(),
-        shortlist=result.shortlist,
-        tokenizer_gaps=tokenizer_gaps(result.manifest),
-    )
+        return build(source, out, options.for_model(source), clock)
+
+
+def _check_outputs(path: str | os.PathLike[str], options: ExportOptions, force: bool) -> Path:
+    """Return the file to write. Raises OutputError if it or the golden file cannot be written."""
+    import_onnxruntime()  # without it nothing can be verified
+    out = named_path(path, OutputError, "the file to write")
+    check_writable(out, force)
+    if options.golden is not None:
+        check_beside(named_path(options.golden, OutputError, "the golden file"), out, force)
+    return out
 
 
 def _source(

@@ -14,10 +14,10 @@ import onnx_ir as ir
 import torch
 from msgspec import structs
 
-from tformer_export.calibration.samples import CalibrationLines, check_lines, check_text_file
+from tformer_export.calibration.samples import check_lines, check_text_file
 from tformer_export.calibration.series_windows import read_values
 from tformer_export.common.atomic_output import folder_next_to, publish
-from tformer_export.common.clock import PhaseClock
+from tformer_export.common.clock import PhaseClock, peak_memory
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms, with_forms
 from tformer_export.common.module_state import unchanged
 from tformer_export.common.onnx_writer import save
@@ -29,9 +29,10 @@ from tformer_export.passes.half import emulate_half_on_cpu
 from tformer_export.passes.half.half_precision import HALVES
 from tformer_export.passes.half.half_precision import run as run_half
 from tformer_export.passes.weight_bits import count_weights
-from tformer_export.quantize import Degradation, Mixture, OutputDegradation, Product
+from tformer_export.quantize import Degradation, OutputDegradation
 from tformer_export.quantize.apply import QuantizedResult, check_quantizable, quantize_within_budget
-from tformer_export.shortlist import ShortlistMeasurement, add_shortlist, separate_projection, with_columns
+from tformer_export.report import ExportReport, tokenizer_gaps
+from tformer_export.shortlist import add_shortlist, separate_projection, with_columns
 from tformer_export.sources import Source
 from tformer_export.tune.tune import Tuning, tune_model
 from tformer_export.verify.end_to_end import check_raw
@@ -47,24 +48,6 @@ from tformer_runtime.format.manifest import Manifest
 
 
 @dataclass(frozen=True)
-class BuildResult:
-    """A finished file. `ExportReport` describes the fields."""
-
-    manifest: Manifest
-    counts: dict[str, int]
-    unrecognised: tuple[str, ...]
-    max_length_cause: str
-    parity: ParityReport
-    size: int
-    degradation: Degradation | OutputDegradation | None
-    mixture: Mixture | None
-    products: dict[str, Product]
-    calibration: CalibrationLines | None
-    tuning: Tuning | None
-    shortlist: ShortlistMeasurement | None
-
-
-@dataclass(frozen=True)
 class _VerifiedModel:
     """A compiled model, the engine of its file, and the gate that compared the two."""
 
@@ -74,8 +57,10 @@ class _VerifiedModel:
     parity: ParityReport
 
 
-def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) -> BuildResult:
+def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) -> ExportReport:
     """Compile a model, verify its file and move the file to its place, from a temporary folder next to it.
+
+    Return the report.
 
     options: for this model (`ExportOptions.for_model`). Raises a TformerError; then nothing is written.
     """
@@ -102,19 +87,39 @@ def build(source: Source, out: Path, options: ExportOptions, clock: PhaseClock) 
         bits = {str(bits): count for bits, count in count_weights(model).items()}
         manifest = structs.replace(manifest, weight_bits=bits)
         size = _write(model, manifest, folder / "done" / out.name, out, options, clock)
-    return BuildResult(
-        manifest,
-        quantized.compiled.counts,
-        quantized.compiled.unrecognised,
-        quantized.compiled.max_length_cause,
-        parity,
-        size,
-        quantized.degradation,
-        quantized.mixture,
-        quantized.products,
-        quantized.calibration,
-        tuning,
-        measured,
+    return ExportReport(
+        path=str(out),
+        source=source.name,
+        adapters=source.adapters,
+        task=source.task,
+        target=options.target,
+        precision=manifest.precision,
+        quantization=manifest.quantization,
+        activation_scales=options.quantization.activation_scales,
+        kv_cache=options.quantization.kv_cache,
+        max_length=manifest.max_length,
+        parameters=sum(p.numel() for p in source.module.parameters()),
+        size=size,
+        parity=parity,
+        counts=quantized.compiled.counts,
+        weight_bits=bits,
+        unrecognised=quantized.compiled.unrecognised,
+        max_length_cause=quantized.compiled.max_length_cause,
+        input_limits={
+            spec.name: spec.max_length
+            for spec in (manifest.encode.inputs if manifest.encode else ())
+            if spec.max_length is not None
+        },
+        degradation=quantized.degradation,
+        mixture=quantized.mixture,
+        optimized_for=manifest.optimized_for,
+        products=quantized.products,
+        calibration=quantized.calibration,
+        tuning=tuning,
+        seconds=clock.seconds,
+        peak_memory=peak_memory(),
+        shortlist=measured,
+        tokenizer_gaps=tokenizer_gaps(manifest),
     )
 
 

@@ -361,7 +361,8 @@ def _export(
     force: bool,
     progress: Callable[[str], None],
 ) -> ExportReport:
-    from tformer_export.api import export
+    from tformer_export.api import export_source
+    from tformer_export.sources.finish import SourceOverrides
 
     special = loaded.special_tokens
     special = replace(
@@ -371,19 +372,14 @@ def _export(
         pad_token_id=special.pad_token_id if flags["pad_id"] is None else flags["pad_id"],
     )
     template = flags["chat_template"]
-    return export(
-        loaded,
-        output,
+    overrides = SourceOverrides.of(
+        task,
         tokenizer=tokenizer,
         chat_template=None if template is None else _read("--chat-template", template),
-        task=task,
         special_tokens=special,
-        force=force,
-        progress=progress,
-        quantization=options.quantization,
-        extra_outputs=options.extra_outputs,
-        **{name: getattr(options, name) for name in option_specs(ExportOptions)},
+        max_length=options.max_length,
     )
+    return export_source(loaded, output, options, overrides, force, progress)
 
 
 @contextmanager
