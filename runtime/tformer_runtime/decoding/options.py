@@ -395,10 +395,10 @@ class GenerationOptions:
         def __new__(cls, *_: Any, **options: Any) -> GenerationOptions:
             for name in options:
                 if name not in OPTIONS:
-                    import difflib  # only a wrong name needs it
+                    from tformer_runtime.base.factory_arguments import nearest_name  # only a wrong name needs it
 
-                    close = difflib.get_close_matches(name, OPTIONS, 1)
-                    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIONS)}"
+                    near = nearest_name(name, OPTIONS)
+                    hint = f"did you mean {near}?" if near else f"there are {', '.join(OPTIONS)}"
                     raise OptionError(f"there is no option {name!r}: {hint}", option=name)
             return super().__new__(cls)
 
