@@ -256,8 +256,8 @@ class Session:
     def bind_input(self, binding: Binding, name: str, tensor: Any, rows: int | None = None) -> None:
         """Bind an input to a tensor, or to its first rows.
 
-        A bfloat16 input reads a tensor of its bits (`format.dtypes`), which the caller must keep alive, as it must a
-        tensor of which some rows are bound.
+        A bfloat16 input reads a tensor of its bits (`format.dtypes`). The caller must keep this tensor alive, and also
+        a tensor that is bound in part.
         """
         buffer = self._raw_buffer(name, tensor, rows)
         if buffer is not None:

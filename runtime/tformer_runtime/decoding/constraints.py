@@ -68,7 +68,7 @@ class Grammar:
         return _compile_grammar(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
 
     def start(self, first_id: int | None = None) -> Guide:
-        """Return the guide of a new row. first_id: an id before the text that is no part of it."""
+        """Return the guide of a new row. first_id: an id before the text, which does not belong to it."""
         return Guide(self, self._matcher.deep_copy(), fresh=True, first_id=first_id)
 
 

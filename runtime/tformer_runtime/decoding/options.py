@@ -11,7 +11,7 @@ The options decide how tokens are chosen:
 - otherwise greedy decoding.
 
 A sampling option of the caller overrides num_beams of the file, and the other way round. An error follows if the caller
-sets both. The same holds for the constraints, of which one can be set.
+sets both. The same holds for the constraints. Only one can be set.
 
 To add an option:
 

@@ -113,7 +113,7 @@ class OpenFiles:
         """Compare the files with their digest, and return it; None for a file without one.
 
         threads: those that hash the files.
-        Raise ModelFileError for another digest. Cost: as of `check_digest`.
+        Raise ModelFileError for another digest. Cost: see `check_digest`.
         """
         files = self._files
         if not files:  # another thread has closed them
@@ -180,7 +180,7 @@ class OpenFiles:
                 self._check_again(opened, stamp)
 
     def has_changed(self) -> bool:
-        """Return whether the mapped bytes of a file have changed. Cost: as of `check`."""
+        """Return whether the mapped bytes of a file have changed. Cost: see `check`."""
         return not self.is_copied and not self._are_same()
 
     def _are_same(self) -> bool:
