@@ -13,8 +13,8 @@ batch at the next token; a call of another task leaves the queue, or its batch a
 only the call that it belongs to.
 
 The thread takes turns: a step of each batch that decodes, then one batch of the calls of each other kind. So a batch
-delays a running request by its own time at most, and a call that is no generation waits for the batches before it and
-for a step between each two of them. The time of a batch grows with its rows and their lengths, up to max_batch_size
+delays a running request by its own time at most. Other calls wait for earlier batches. Generation runs one step between
+two batches. The time of a batch grows with its rows and their lengths, up to max_batch_size
 rows; on the CPU with at most 512 positions of a single-pass model, and with 128 tokens of `score`.
 """
 
@@ -84,7 +84,7 @@ class AsyncModelStats(Struct, frozen=True):
         several rows.
     running_requests: the calls that these rows belong to.
     waiting_requests: calls that wait for their turn, their input or their memory.
-    max_batch_size, max_pending: as of the AsyncModel.
+    max_batch_size, max_pending: see the AsyncModel.
     generated_tokens: tokens that were generated so far. All beams of a request count as one.
     cache_bytes: bytes of caches and encoder outputs of the model, of all its users.
     cache_limit_bytes: the limit (max_memory); None for no limit.
@@ -206,7 +206,7 @@ class AsyncModel:
 
         options: also the result of `Model.settings`, which is not checked again.
         in_pieces: whether the request has pieces. Without them it takes less time.
-        Other arguments and errors as of `generate`.
+        Other arguments and errors: see `generate`.
         """
         settings = self.model.settings(options, overrides)
         async with self._run_generation(input, settings, deadline, prefix, images, in_pieces) as job:

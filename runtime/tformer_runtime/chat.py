@@ -127,7 +127,7 @@ class Chat:
         """Generate the answer to a message.
 
         message: text or ids, or the parts of a message with pictures.
-        options, overrides: as of `Model.generate`.
+        options, overrides: see `Model.generate`.
         An error leaves the conversation unchanged. Raise InputError also for a conversation that is too long.
         """
         settings = self._settings(options, overrides)

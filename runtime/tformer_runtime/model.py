@@ -188,7 +188,7 @@ class Model:
         return generate_all(self.generator, [request], settings)[0]
 
     def request(self, input: Input, settings: Settings, prefix: CachedPrefix | None = None) -> Request:
-        """Return the request of one input. Arguments and errors as of `generate`."""
+        """Return the request of one input. Arguments and errors: see `generate`."""
         return make_request(self.manifest, self.inputs, input, 0, settings, self._prompt_prefix(prefix))
 
     def cache_prefix(self, input: Input, adapter: str | None = None) -> CachedPrefix:
@@ -269,7 +269,7 @@ class Model:
         batch_size: inputs that are computed together.
         workers: batches that are decoded in parallel, each by a thread. For many inputs the throughput is highest with
             one worker per core and a model that is loaded with threads=1.
-        Other arguments and errors as of `generate`. An InputError has the number of its input, from 1.
+        Other arguments and errors: see `generate`. An InputError has the number of its input, from 1.
         """
         check_int("batch_size", batch_size)
         check_int("workers", workers, maximum=MAX_THREADS)
@@ -295,7 +295,7 @@ class Model:
     ) -> Iterator[str]:
         """Generate for one input. Yield the text in pieces, without waiting for the last token.
 
-        Arguments and errors as of `generate`. Raise OptionError also for several results, cross_attentions and
+        Arguments and errors: see `generate`. Raise OptionError also for several results, cross_attentions and
         hidden_states.
         """
         settings = self.stream_settings(options, overrides)
@@ -304,7 +304,7 @@ class Model:
         return generate_stream(self.generator, request, settings)
 
     def stream_settings(self, options: GenerationOptions | None, overrides: Mapping[str, Any]) -> Settings:
-        """Return the settings of a stream. Errors as of `stream`."""
+        """Return the settings of a stream. Errors: see `stream`."""
         settings = self.settings(options, overrides)
         if self.inputs.output_codec is None:
             raise UnsupportedCallError("stream gives text and the file has no tokenizer: generate() gives token_ids")
@@ -368,7 +368,7 @@ class Model:
         histories: read lazily.
         batch_size: histories that are computed together.
         workers: batches that run in parallel.
-        Other arguments and errors as of `forecast`. An error has the number of its history, from 1.
+        Other arguments and errors: see `forecast`. An error has the number of its history, from 1.
         """
         self.must_be_open()
         return self.forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
@@ -492,7 +492,7 @@ class Model:
         truncate: bool = False,
         adapter: str | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return a vector for each input, (n, d). Arguments as of `predict`.
+        """Return a vector for each input, (n, d). Arguments: see `predict`.
 
         Raise UnsupportedCallError for a model of another task, or without pooling.
         """
@@ -513,7 +513,7 @@ class Model:
     ) -> list[Classification]:
         """Return the labels of each input and their probabilities.
 
-        top_k: the number of labels in `Classification.top`. Other arguments as of `predict`.
+        top_k: the number of labels in `Classification.top`. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
         self._task("classify", Classifier)
@@ -537,7 +537,7 @@ class Model:
         ignore_labels: labels whose spans are left out; empty for none.
         doc_stride: the number of tokens by which the windows of a long text overlap, less than a window has of the
             text. The longest of overlapping spans is kept. Cost: one run per window. None refuses a long text.
-        Other arguments as of `predict`. Raise UnsupportedCallError for a model of another task.
+        Other arguments: see `predict`. Raise UnsupportedCallError for a model of another task.
         """
         self._task("label spans", TokenClassification)
         settings: dict[str, Any] = {
@@ -568,7 +568,7 @@ class Model:
         max_seq_len: tokens of a window of the context, with the question; by default 384, or the limit of the model.
         doc_stride: tokens by which windows overlap; by default 128, or half a window. If the question leaves fewer
             tokens for the context, windows overlap by half of these.
-        Cost: one run per window. Other arguments as of `predict`.
+        Cost: one run per window. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
         self._task("answer", QuestionAnswering)
@@ -598,7 +598,7 @@ class Model:
         top_k: the number of tokens for a mask.
         candidate_tokens: the only tokens to choose from, as texts or ids. A text that is not one token raises
             OptionError.
-        Other arguments as of `predict`. Raise UnsupportedCallError for a model of another task.
+        Other arguments: see `predict`. Raise UnsupportedCallError for a model of another task.
         Memory: a batch has 4 bytes for each token of the vocabulary at each position; an input that waits for its turn
         has them at its masks only.
         """
@@ -635,7 +635,7 @@ class Model:
         return self.token_reader.call(sources, np.zeros(0, np.int64), make_result, (ATTENTIONS,))
 
     def single_request(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        """Return the arrays of an input for `attentions`. Arguments and errors as of `attentions`."""
+        """Return the arrays of an input for `attentions`. Arguments and errors: see `attentions`."""
         task = self._task("give attention")
         self._extras(ATTENTIONS)
         settings = task.settings(settings)
@@ -645,7 +645,7 @@ class Model:
         """Return the transcription of a sound.
 
         sound: the name or the bytes of a file, samples, or a pair of samples and their rate (`AudioPreprocessor.read`).
-        settings: as of `transcribe_batch`.
+        settings: see `transcribe_batch`.
         Raise InputError, OptionError, MissingExtraError, or UnsupportedCallError for a model of another task.
         """
         return next(self.transcribe_batch([sound], 1, **settings))
@@ -665,7 +665,7 @@ class Model:
             language: the spoken language, such as "en"; detected by default.
             task: "transcribe", or "translate" to English.
             num_beams: hypotheses at each step.
-        Other arguments as of `predict`.
+        Other arguments: see `predict`.
         """
         self.must_be_open()
         sounds = _check_several(sounds)
@@ -713,7 +713,7 @@ class Model:
         return settings
 
     def _new_settings(self, options: GenerationOptions) -> Settings:
-        """Return the settings of a request with these options. Errors as of `settings`."""
+        """Return the settings of a request with these options. Errors: see `settings`."""
         settings = Settings.of(options, self._file_options)
         if settings.stop_strings and not self.inputs.output_codec:
             raise OptionError("stop_strings needs text and the file has no tokenizer", option="stop_strings")

@@ -40,7 +40,7 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
 
     reads: "text", "pictures", "sounds", "series" or "numbers".
     aligns: whether /v1/generate gives cross_attentions.
-    times: of which a transcription has, "word" or "segment".
+    times: the parts of a transcription that have times, "word" or "segment".
     mask: the token that /v1/fill fills in.
     series: the columns of a history, those of a forecast, and the lengths of both.
     """

@@ -87,7 +87,7 @@ def _is_json(headers: Headers) -> bool:
 
 
 def _parsed(content: bytes, body_type: type[BaseModel]) -> BaseModel:
-    """Return a body. Raise ApiError for one that is no JSON, or of another form."""
+    """Return a body. Raise ApiError for a body that is not JSON or has another form."""
     _check_counts(content)
     try:
         value = msgspec.json.decode(content)

@@ -187,7 +187,7 @@ def main(
 
 
 class HangUps:
-    """The signals SIGHUP, each of which asks for a reload. One that comes before the server listens is kept."""
+    """The signals SIGHUP. Each asks for a reload. A signal that comes before the server listens is kept."""
 
     def __init__(self) -> None:
         self._act: Callable[[], object] | None = None

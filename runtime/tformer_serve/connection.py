@@ -62,8 +62,9 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Return whether the connection stays open: the client has ended its side, and may wait for an answer.
 
-        A client that has gone must be found by a probe, which HTTP/1.0 has only within a stream. There, as of a proxy
-        whose own client has gone, the end of one side is the end of the request.
+        A client that has gone must be found by a probe, which HTTP/1.0 has only within a stream. In other
+        requests of HTTP/1.0 the end of one side is the end of the request. A proxy ends its side when its own client
+        has gone.
         """
         self._client_has_ended = True
         waits = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body

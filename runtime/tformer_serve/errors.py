@@ -47,7 +47,7 @@ NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 class ApiError(Exception):
-    """An error with all that a response has of it.
+    """An error with the parts of its response.
 
     status: of HTTP.
     message: one sentence.
@@ -95,7 +95,7 @@ def full_memory_error(message: str) -> ApiError:
 
 
 def unreadable_request_error(status: int) -> ApiError:
-    """Return the error of a request that is no HTTP. status: 431 for a head that is too large."""
+    """Return the error of a request that is not HTTP. status: 431 for a head that is too large."""
     message = "the request is not valid HTTP/1.1: check its path, its headers and the sizes of its body"
     if status == 431:
         message = (

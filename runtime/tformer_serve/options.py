@@ -22,8 +22,8 @@ class ServerOptions:
     max_body_bytes: of a request in JSON, with its pictures.
     max_upload_bytes: of a form with a sound.
     max_bodies_bytes: of the bodies of all open requests together.
-    api_keys: of which a client has to show one; none for no keys.
-    admin_keys: of which an operator has to show one; none to refuse the paths of operators.
+    api_keys: a client has to show one of them. Empty: no key is asked for.
+    admin_keys: an operator has to show one of them. Empty: the paths of operators are refused.
     cors_origins: of web pages that may call the server.
     allowed_hosts: names of the server, which its clients call besides localhost. None lets them call it by any name.
     log_prompts: whether the log has the bodies of requests.

@@ -105,7 +105,7 @@ class Models(Mapping[str, ServedModel]):
 
     @classmethod
     def load(cls, files: Sequence[ModelFile], max_batch_size: int, **settings: Any) -> Models:
-        """Load files. Arguments and errors as of `Models` and `load_file`."""
+        """Load files. Arguments and errors: see `Models` and `load_file`."""
         models = cls(files, max_batch_size, **settings)
         models._models = {name: models.load_file(name) for name in models.files}
         return models

@@ -50,7 +50,7 @@ class ServerState:
 
     @contextlib.contextmanager
     def api_errors(self, names: Mapping[str, str] = NO_NAMES) -> Iterator[None]:
-        """Turn errors that were foreseen into ApiError. names: as of `api_error_of`."""
+        """Turn errors that were foreseen into ApiError. names: see `api_error_of`."""
         try:
             yield
         except Exception as error:

@@ -196,6 +196,21 @@ def test_output_of_another_encoding_is_utf_8_or_named(greek, encoding, options):
         assert "set PYTHONIOENCODING=utf-8" in line
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-8"])
+def test_name_with_half_a_character_is_told_without_advice_about_the_encoding(greek, tmp_path, encoding, options):
+    path = os.fsencode(tmp_path) + b"/\xff.onnx"
+    os.link(greek[0], path)
+    command, environment = [*PROGRAM, path, "--info", *options], {**os.environ, "PYTHONIOENCODING": encoding}
+    result = subprocess.run(command, env=environment, capture_output=True, check=False)
+    (line,) = result.stderr.decode(encoding).splitlines()
+    assert result.returncode == 1
+    assert line.startswith("tformer-run: the results hold '\\udcff' (character ")
+    assert "rename the file" in line
+    assert "PYTHONIOENCODING" not in line
+
+
 @pytest.mark.parametrize("command", ["tformer_runtime.cli.main", "tformer_export.cli", "tformer_serve.cli"])
 def test_small_stack_is_told_at_the_start(path, command):
     program = [sys.executable, "-c", f"from {command} import main; main()", path]

@@ -191,7 +191,7 @@ REFUSED = [  # route, body, field, the beginning or a part of the sentence
      "this model (text-classification) gives 3 numbers for a pair: it cannot rerank, which needs one; send it to"),
     ("rerank", {"model": "letters", "query": "a", "documents": ["b"]}, None, "it cannot rerank; send it to /v1/comp"),
     ("rerank", {"model": "vector", "query": "a", "documents": ["b"], "top_n": 0}, "top_n", "top_n must be a whole"),
-    ("similarity", {"model": "vector"}, None, "give inputs, of which each is compared with each, or pairs"),
+    ("similarity", {"model": "vector"}, None, "give inputs, to compare each with each, or pairs"),
     ("similarity", {"model": "vector", "pairs": [["a"]]}, None, "pairs[0] has 1 parts: a pair has two"),
     ("classify", {"model": "scores", "inputs": "a"}, "inputs", "inputs should be a valid list"),
     ("classify", {"model": "scores", "inputs": ["a", "good " * 30]}, "inputs[1]", "the input is 32 tokens long and"),

@@ -237,7 +237,7 @@ class LoadingProducts:
         Matrices are packed while the graph is rewritten. If the kernels refuse any of them at last, the graph is
         rewritten again without these.
 
-        Sessions need the library's operators (`register_custom_ops_library`). Errors as of `replace_products`.
+        Sessions need the library's operators (`register_custom_ops_library`). Errors: see `replace_products`.
         """
         path = self.kernels.attention_path if is_float32 else None
         chains = self._threads if makes_chains and self.kernels.makes_chains else 0

@@ -135,8 +135,8 @@ def drop_file_pages(path: Path) -> None:
 def trim_heap() -> None:
     """Return freed memory that the C library keeps to the system. Does nothing with C libraries other than glibc.
 
-    While onnxruntime packs weights for its kernels, it frees several bytes for each weight, most of which glibc keeps
-    (docs/design/runtime.md). The pages that `mapped_zeros` keeps are returned, too.
+    While onnxruntime packs weights for its kernels, it frees several bytes for each weight. glibc keeps most of
+    these bytes (docs/design/runtime.md). The pages that `mapped_zeros` keeps are returned, too.
     """
     _kept_pages.clear()
     try:

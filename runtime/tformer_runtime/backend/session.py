@@ -222,13 +222,12 @@ class Session:
             run.
         """
         try:
-            self.files.check()  # first, because a run that reads a file that was cut short ends the process
             if self.run_slots is None:
-                self._named(self._run, binding, stage, graph)
+                self._run_checked(binding, stage, graph)
                 binding.native.synchronize_outputs()
             else:
                 with self.run_slots:
-                    self._named(self._run, binding, stage, graph)
+                    self._run_checked(binding, stage, graph)
             self.files.check()
         except TformerError:
             raise
@@ -236,6 +235,11 @@ class Session:
             if (typed := typed_memory_error(error)) is not error:
                 raise typed from error
             raise self._translate_error(error) from error
+
+    def _run_checked(self, binding: Binding, stage: SessionName, graph: int | None) -> None:
+        """Run a stage, unless a file has changed: a run that reads a file that was cut short ends the process."""
+        self.files.check()
+        self._named(self._run, binding, stage, graph)
 
     def _run(self, binding: Binding, stage: SessionName, graph: int | None) -> None:
         """Run a stage as `run` says, at once and with the errors of onnxruntime."""
@@ -252,8 +256,8 @@ class Session:
     def bind_input(self, binding: Binding, name: str, tensor: Any, rows: int | None = None) -> None:
         """Bind an input to a tensor, or to its first rows.
 
-        A bfloat16 input reads a tensor of its bits (`format.dtypes`), which the caller must keep alive, as it must a
-        tensor of which some rows are bound.
+        A bfloat16 input reads a tensor of its bits (`format.dtypes`). The caller must keep this tensor alive, and also
+        a tensor that is bound in part.
         """
         buffer = self._raw_buffer(name, tensor, rows)
         if buffer is not None:

@@ -58,7 +58,7 @@ class ChildProcess:
 
         A child that ends for another reason than its own limit is replaced, and asked once more: the system or a user
         may have ended it, and the request is not to blame.
-        Raise ChildEndedError if there is no reply then, TypeError or ValueError for a request that is no JSON, and
+        Raise ChildEndedError if there is no reply then, TypeError or ValueError for a request that is not JSON, and
         OutOfMemoryError if no child can be started. Cost: 0.1 ms, and 0.1 s for the first.
         """
         line = json.dumps(request) + "\n"

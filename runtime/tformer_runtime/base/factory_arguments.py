@@ -14,10 +14,15 @@ import msgspec
 _PLAIN = (int, float, str, bool, NoneType)
 
 
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that is nearest to an unknown one; None if no name is near."""
+    return next(iter(difflib.get_close_matches(name, list(allowed), 1)), None)
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the allowed name that is nearest, if there is one."""
-    near = difflib.get_close_matches(name, list(allowed), 1)
-    return f" (nearest: {near[0]})" if near else ""
+    """Return the end of a message about an unknown name: the nearest allowed name, if there is one."""
+    near = nearest_name(name, allowed)
+    return f" (nearest: {near})" if near else ""
 
 
 def wrong_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], *, complete: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""The import of this package in less processor time, of which a start has two other uses: packing and hashing."""
+"""Import this package in less processor time, because packing and hashing also use the processor at a start."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import click
 from tformer_runtime.base.crash_reports import report_crashes
 from tformer_runtime.base.errors import MORE_MEMORY, OutputError, TformerError, error_summary, typed_memory_error
 from tformer_runtime.base.process_memory import require_stack
+from tformer_runtime.base.validation import surrogate_in
 
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
@@ -79,6 +80,8 @@ def _lacking_character(error: UnicodeEncodeError) -> str | None:
     try:
         error.object.encode(encoding)
     except UnicodeEncodeError:
+        if found := surrogate_in(error.object):  # a label or the name of a file may have one; no encoding helps
+            return f"the results hold {found}: rename the file or the label that it comes from"
         character = error.object[error.start]
         return (
             f"standard output has the encoding {encoding}, which lacks {character!r}: set PYTHONIOENCODING=utf-8, or "

@@ -131,7 +131,7 @@ class Job:
         return AttentionMapWriter(path, options.force, self.truncate, self.settings, self.adapter)
 
     def read(self, line: str) -> Input:
-        """Parse a line into an input. Raise InputError for a line that is none."""
+        """Parse a line into an input. Raise InputError if it is not an input."""
         return self.task.parse_line(line, self.ids)
 
     def prepare(self, model: Model, device: str, threads: int | None) -> None:

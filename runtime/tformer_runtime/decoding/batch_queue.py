@@ -81,7 +81,7 @@ class BatchQueue(Generic[Row]):
         self.memory = memory
         self.waits_for_memory = False  # whether, after a step, nothing runs because other requests hold the memory
         self.running_rows = self.running_requests = 0
-        self.generated_tokens = 0  # as of a scheduler
+        self.generated_tokens = 0  # as a scheduler has it
         self._calls: dict[Row, QueuedCall[Row]] = {}  # unfinished row → its call, in order of arrival
         self._alone: set[Row] = set()  # rows of a batch that failed
         self._batch: Sequence[Row] = ()

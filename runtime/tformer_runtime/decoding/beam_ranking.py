@@ -25,7 +25,7 @@ def rank_beams(logits: F32, norms: F32, rows: Ints, scores: F32, width: int) -> 
 
     Each beam's best are those by its logits: norm and score so far shift all values alike. Of continuations with equal
     scores the first beam's come first, then those with the greater logit, then the first tokens. Scores are -inf if
-    there are not enough continuations. Cost: as of `best`.
+    there are not enough continuations. Cost: see `best`.
 
     logits, norms: (rows, vocabulary) and (rows,); a logit minus the norm of its row is a log-probability. No NaN.
     rows, scores: (groups, beams), the row of each beam, and its score so far.

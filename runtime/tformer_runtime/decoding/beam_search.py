@@ -43,7 +43,7 @@ _NO_BEAMS = np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32
 class _Histories:
     """The generated ids of each beam. All tasks share the arrays, so that a step costs a few operations for all beams.
 
-    ids, logprobs: (beams, capacity), of which each beam uses its `lengths` (beams,).
+    ids, logprobs: (beams, capacity). Each beam uses its `lengths` (beams,).
     scores: (beams,) summed log-probabilities after rules.
     """
 

@@ -68,7 +68,7 @@ class Grammar:
         return _compile_grammar(kind, _as_text(kind, definition), tokenizer_json, vocabulary, tuple(ends))
 
     def start(self, first_id: int | None = None) -> Guide:
-        """Return the guide of a new row. first_id: an id before the text that is no part of it."""
+        """Return the guide of a new row. first_id: an id before the text, which does not belong to it."""
         return Guide(self, self._matcher.deep_copy(), fresh=True, first_id=first_id)
 
 
@@ -288,6 +288,12 @@ def _reason(error: str) -> str:
     inner = re.search(r"^error: (.+)$", error, re.MULTILINE)
     line = next((line for line in error.splitlines() if line.strip()), "llguidance does not say why").strip()
     line = re.sub(r"Enable 'coerce_one_of' option.*", "Use anyOf, or alternatives that exclude each other", line)
+    # An open range must begin below 10¹⁸ and end above −10¹⁸. Bounds of other numbers than integers have 63 bits.
+    line = re.sub(
+        r"Failed to generate regex for (?:float|integer) range: .*",
+        "the bounds of its numbers are too large: set a minimum and a maximum, both between −2⁶³ and 2⁶³",
+        line,
+    )
     place = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", line)
     if inner or "(in regex)" in line:
         return inner[1] if inner else line.split("(in regex): ")[-1]

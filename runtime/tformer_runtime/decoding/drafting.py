@@ -318,7 +318,7 @@ class Drafter:
         return Guess(token) if scores[token] > -np.inf else None
 
     def _next_logits(self, ids: list[int]) -> F32:
-        """Return the logits after ids, of which only the last ones are unread."""
+        """Return the logits after ids. Only the last ids are unread."""
         if self._state is None:
             rows = {name: [value] for name, value in self._sources.items()}
             max_tokens = [_max_ids(self._engine, self._task)]

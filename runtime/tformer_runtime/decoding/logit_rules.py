@@ -66,8 +66,9 @@ class ForbiddingRule(ABC):
 
     @abstractmethod
     def forbidden(self, ids: Ints, prompt: int) -> Ints | None:
-        """Return the ids whose scores become -inf at this step, all of which have scores; None if the rule
-        does more.
+        """Return the ids whose scores become -inf at this step; None if the rule does more.
+
+        All ids have scores.
         """
 
     def __call__(self, ids: Ints, prompt: int, scores: F32) -> None:
@@ -75,7 +76,7 @@ class ForbiddingRule(ABC):
 
 
 def forbidden_ids(rules: Sequence[Rule], ids: Ints, prompt: int) -> Ints | None:
-    """Return the ids that several rules forbid, maybe with repetitions; None if a rule does more. Arguments as of
+    """Return the ids that several rules forbid, maybe with repetitions; None if a rule does more. Arguments: see
     `Rule`. Cost: that of the rules, and a microsecond if several rules forbid ids.
     """
     parts: list[Ints] = []

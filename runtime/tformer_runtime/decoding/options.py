@@ -11,7 +11,7 @@ The options decide how tokens are chosen:
 - otherwise greedy decoding.
 
 A sampling option of the caller overrides num_beams of the file, and the other way round. An error follows if the caller
-sets both. The same holds for the constraints, of which one can be set.
+sets both. The same holds for the constraints. Only one can be set.
 
 To add an option:
 
@@ -395,10 +395,10 @@ class GenerationOptions:
         def __new__(cls, *_: Any, **options: Any) -> GenerationOptions:
             for name in options:
                 if name not in OPTIONS:
-                    import difflib  # only a wrong name needs it
+                    from tformer_runtime.base.factory_arguments import nearest_name  # only a wrong name needs it
 
-                    close = difflib.get_close_matches(name, OPTIONS, 1)
-                    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(OPTIONS)}"
+                    near = nearest_name(name, OPTIONS)
+                    hint = f"did you mean {near}?" if near else f"there are {', '.join(OPTIONS)}"
                     raise OptionError(f"there is no option {name!r}: {hint}", option=name)
             return super().__new__(cls)
 

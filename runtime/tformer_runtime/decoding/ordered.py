@@ -170,7 +170,7 @@ def generate_in_order(
     schedulers: Sequence[Scheduler],
     batch_size: int,
 ) -> Iterator[Result]:
-    """Yield the results of all requests in the order of the requests. Errors as of `in_order`.
+    """Yield the results of all requests in the order of the requests. Errors: see `in_order`.
 
     schedulers: one for each worker.
     """

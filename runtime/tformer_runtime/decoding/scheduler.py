@@ -83,7 +83,7 @@ class BatchStarter(Protocol):
     def begin_unread(self, task: SequenceTask) -> RunningBatch | None:
         """Return a row for a task whose prompt is one id, which the first step reads; None if `begin` must read it.
 
-        So the first step may be one of several greedy ones. Errors as of `begin`.
+        So the first step may be one of several greedy ones. Errors: see `begin`.
         """
 
     def bytes_needed(self, running: Sequence[SequenceTask], coming: Sequence[SequenceTask], rows: Any = None) -> int:

@@ -19,7 +19,7 @@ class Piece(Struct, frozen=True):
 
     number: of the result, from 0: the number of the sample, or the place in the order of beam search.
     text: that has become final; empty while a stop string or a character may go on, and without a tokenizer.
-    token_ids, token_logprobs, top_logprobs: of the tokens that were chosen since the last piece, as of `Result`. The
+    token_ids, token_logprobs, top_logprobs: of the tokens that were chosen since the last piece; see `Result`. The
         forced prefix has no log-probabilities.
     finish_reason: set for the last piece of the result.
     """

@@ -67,7 +67,7 @@ class WorkerPool:
     """
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
-        """schedulers: with shares of one budget, none of which blocks its thread."""
+        """schedulers: with shares of one budget. No share blocks its thread."""
         self._inbox: deque[SequenceTask] = deque()
         self._outbox: SimpleQueue[SequenceTask] = SimpleQueue()
         self._unfinished = 0  # tasks that were submitted and not yet returned by `step`

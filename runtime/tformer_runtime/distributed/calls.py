@@ -91,7 +91,7 @@ class Call:
             self._run = lambda inputs: model.predict(inputs, batch_size, 1, truncate, adapter, **options)
 
     def read(self, value: Any) -> Input:
-        """Return the value of a row as an input. Raise InputError for a value that is none.
+        """Return the value of a row as an input. Raise InputError if it is not an input.
 
         value: an InputError if the row could not be read.
         """

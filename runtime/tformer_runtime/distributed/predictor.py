@@ -63,7 +63,7 @@ class Predictor:
         chat: inputs are messages of the chat template: texts, or lists of mappings with "role" and "content".
         system: a system message before them.
         ids: texts are ids with spaces between.
-        Other arguments as of `Model.load`.
+        Other arguments: see `Model.load`.
         Raise its errors, OptionError or UnsupportedCallError.
 
         A random seed numbers the rows of each batch from 0.
@@ -107,7 +107,7 @@ class InputColumns:
     """The columns of the inputs. names: of the columns."""
 
     def __init__(self, columns: InputColumn) -> None:
-        """columns: as of `Predictor`. Raise OptionError for other values."""
+        """columns: see `Predictor`. Raise OptionError for other values."""
         self._fields: list[str] | None = None
         if isinstance(columns, Mapping):
             self._fields, names = list(columns), list(columns.values())

@@ -153,7 +153,7 @@ class _Parquet(RowFormat):
 
 
 class _parquet:  # noqa: N801  # a context manager that reads like a function
-    """Opens a file of Parquet. Raise InputError for a file that is none."""
+    """Opens a file of Parquet. Raise InputError for another file."""
 
     def __init__(self, file: Storage) -> None:
         self._file, self._opened = file, file.open()

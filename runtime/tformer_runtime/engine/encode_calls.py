@@ -25,7 +25,7 @@ class EncodeCalls:
         self._unused.clear()
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str]) -> dict[str, Any]:
-        """Run the stage. Return name of an output → OrtValue on the session's device. Errors as of `Session.run`.
+        """Run the stage. Return name of an output → OrtValue on the session's device. Errors: see `Session.run`.
 
         arrays: of some inputs. The others get placeholders.
         """

@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         """Open a model file. manifest, shortlist: used instead of the file's, for the exporter.
 
-        native_kernels: as of `Session`.
+        native_kernels: see `Session`.
         """
         if not isinstance(model, Session):
             model = Session(model, device, threads, native_kernels=native_kernels)
@@ -176,7 +176,7 @@ class Engine:
         return outputs
 
     def _check_shape(self, name: str, declared: Sequence[int | str], shape: Sequence[int], rows: int) -> None:
-        """Raise ModelFileError for an output of another shape than the manifest declares, as of a damaged graph."""
+        """Raise ModelFileError for an output of another shape than the manifest declares: the graph is damaged."""
         fits = len(declared) == len(shape)
         for size, found in zip(declared, shape, strict=False):
             if size != found and (isinstance(size, int) or (size == BATCH_AXIS and found != rows)):
@@ -273,7 +273,7 @@ class Engine:
             state.release()
 
     def _new_cache(self, rows: int, budget: MemoryShare, max_tokens: Sequence[int] | None) -> KVCache:
-        """Return a cache without slots. Arguments as of `start`."""
+        """Return a cache without slots. Arguments: see `start`."""
         specs, max_length = self.decode.caches, self.manifest.max_length
         return KVCache(self.session, specs, max_length, rows, budget, max_tokens, self.pool)
 
@@ -343,7 +343,7 @@ class Engine:
         """Feed tokens to a state of one row in calls of at most PREFILL_CHUNK_TOKENS. Return the logits of the last.
 
         So the memory of activations does not grow with the length of a prompt, and that of an attention's scores not
-        with its square. tokens: (1, N), as for `step`. Errors as of `step`, but after an error of a later part the
+        with its square. tokens: (1, N), as for `step`. Errors: see `step`, but after an error of a later part the
         tokens of the earlier parts are in the state.
         """
         new_tokens = tokens.shape[1]
@@ -387,7 +387,7 @@ class Engine:
 
         tokens: (rows, 1).
         Return None, and feed nothing, if the session cannot run several steps or if there is no plan. The steps end as
-        `chosen_tokens` says. Errors as of `step`.
+        `chosen_tokens` says. Errors: see `step`.
         """
         max_steps = self.max_greedy_steps(state)
         plan = make_plan(max_steps) if max_steps > 1 else None

@@ -366,7 +366,7 @@ class KVCache:
         return other
 
     def attach(self, budget: MemoryShare, max_tokens: Sequence[int]) -> None:
-        """Use the buffers of a detached cache for new rows without tokens. Arguments as of the constructor."""
+        """Use the buffers of a detached cache for new rows without tokens. Arguments: see the constructor."""
         nbytes = sum(array.nbytes for array in self.buffers)
         budget.acquire(nbytes)
         self._budget, self.nbytes, self._max_slots = budget, nbytes, np.array(max_tokens, np.int64)

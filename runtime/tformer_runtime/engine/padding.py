@@ -51,7 +51,7 @@ def padded_request_arrays(
 
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
     extra_padding: further positions of padding for every row, as far as the maximum length of the input allows.
-    min_lengths: as of `EncodeStage`.
+    min_lengths: see `EncodeStage`.
     Raises InputError for a missing or unknown input, an empty row, a row longer than the input's maximum, or a row
     that `check_row` refuses.
     """

@@ -33,7 +33,7 @@ MIN_CANDIDATE_COLUMNS = 256  # this number of columns is gathered even if its sh
 MAX_COLUMN_RATIO = 2  # columns are gathered again if they are more than this multiple of the rows' candidates
 GATHER_DELAY_CALLS = 2  # calls between a change of rows and gathering, which costs about a call: rows may change again
 
-_DAMAGE = (  # errors of binascii, numpy and zlib for a text that is none of theirs, without a common base
+_DAMAGE = (  # errors of binascii, numpy and zlib for a text that they cannot read, without a common base
     *(ValueError, TypeError, KeyError, OSError, EOFError, OverflowError, NotImplementedError, RuntimeError),
     *(zlib.error, binascii.Error),
 )

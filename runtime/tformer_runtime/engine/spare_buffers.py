@@ -61,7 +61,7 @@ class SpareBuffers:
         """Return buffers for so many rows and tokens, whose lengths are 0; None if there are none.
 
         max_tokens: the maximum of tokens of each row. budget: from which the bytes are acquired; with a limit no
-        buffers are larger than new ones would be. MemoryBudgetError as of `MemoryShare.acquire`.
+        buffers are larger than new ones would be. MemoryBudgetError: see `MemoryShare.acquire`.
         """
         slots, is_limited = max(max_tokens), budget.limit is not None
         for spare in self._spares[::-1]:

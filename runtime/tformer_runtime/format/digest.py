@@ -4,7 +4,7 @@ A damaged weight gives other numbers and no error. So the exporter ends a file w
 They hold the graph, the weights and the manifest; where the weights have a second file, they hold the digest of all
 bytes of that file. The digest is an entry of the metadata, which other readers of ONNX skip.
 
-The digest of bytes: cut them into chunks of 1 MiB, of which the last may be shorter. Hash each chunk with SHA-256.
+The digest of bytes: cut them into chunks of 1 MiB. The last may be shorter. Hash each chunk with SHA-256.
 Append the hashes, of 32 bytes each, in the order of the chunks. The digest is the SHA-256 hash of that list, in
 hexadecimal digits. Python and browsers both have SHA-256 in native code, and the hashes of chunks are computed in
 parallel. `runtime/web/src/format/digest.ts` is the same in TypeScript.

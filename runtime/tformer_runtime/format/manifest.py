@@ -324,8 +324,8 @@ class Placeholder(Struct, frozen=True):
     token_id: the id of a placeholder.
     marker: the text that stands for an item in a caller's text; empty in a file without a tokenizer.
     replacement: the text that replaces a marker before the text is tokenized.
-    grids: "rows x columns" of a picture that is cut into tiles, each of which is an item → the texts before, between
-        and after the tiles' placeholders; empty for pictures that are one item each.
+    grids: "rows x columns" of a picture that is cut into tiles → the texts before, between and after the tiles'
+        placeholders. Each tile is an item. Empty for pictures that are one item each.
     """
 
     token_id: Index

@@ -253,7 +253,7 @@ def _shown(shape: Iterable[int | str | None]) -> str:
 
 
 class _ContradictionError(Exception):
-    """A rule that a manifest breaks, as a clause of which the manifest is "it"."""
+    """A rule that a manifest breaks, as a clause. "it" is the manifest."""
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def manifest_of(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Manifest:
-    """Return the manifest in the metadata of a model file. Errors as of `read_manifest`."""
+    """Return the manifest in the metadata of a model file. Errors: see `read_manifest`."""
     if MANIFEST_KEY not in metadata:
         raise ModelFileError(f"{os.fspath(path)} has no tformer manifest: export the model with tformer-export")
     try:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 VARINT, BYTES = 0, 2  # wire types: a number; content with a length, such as a text, a message or packed numbers
 MAX_VARINT_BYTES = 10
-MAX_NUMBER = (1 << 29) - 1  # of a field: a tag has 32 bits, of which protobuf's own readers drop any others
+MAX_NUMBER = (1 << 29) - 1  # of a field: a tag has 32 bits, and protobuf's own readers drop any others
 MAX_HEADER_BYTES = 2 * MAX_VARINT_BYTES  # of a tag, and the varint after it
 _SINGLE_BYTES = [bytes([number]) for number in range(0x80)]
 _FIXED_BYTES = {1: 8, 5: 4}  # wire type → bytes of a number of fixed length

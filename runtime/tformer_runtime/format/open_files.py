@@ -29,9 +29,12 @@ MAX_COPIED_BYTES = 32 << 20  # copying takes 0.3 ms for a megabyte
 
 
 class Stamp(NamedTuple):
-    """The size and the times of a file, in nanoseconds.
+    """The size and the times of a file, in nanoseconds. `_OpenFile.is_in_place` sees a new file of the same name.
 
-    status_at: of the latest change of its bytes, names, owner or mode. No program can set it.
+    size: sees a file that is cut short or extended.
+    modified_at: sees new bytes of the same size, unless a program sets the time back, as `cp -p` and `touch -d` do.
+    status_at: sees new bytes whose time was set back, because no program can set it. But it also changes with the mode,
+        the owner and the number of names (`chmod`, `ln`, `mv`), so the bytes must then be compared.
     """
 
     size: int
@@ -85,7 +88,7 @@ class OpenFiles:
         """Open the files. Raise ModelFileError for one that cannot be read. The second file may be missing."""
         self._files: list[_OpenFile] = []
         self._lock = threading.Lock()
-        self._is_verified = self.is_copied = False
+        self.is_copied = False
         with reading(path):
             main = _OpenFile(Path(path))
         self._files.append(main)
@@ -110,7 +113,7 @@ class OpenFiles:
         """Compare the files with their digest, and return it; None for a file without one.
 
         threads: those that hash the files.
-        Raise ModelFileError for another digest. Cost: as of `check_digest`.
+        Raise ModelFileError for another digest. Cost: see `check_digest`.
         """
         files = self._files
         if not files:  # another thread has closed them
@@ -125,7 +128,6 @@ class OpenFiles:
             digest = check_digest(main.file, second[0].file if second else None, self._weights, threads)
         except OSError as error:
             raise ModelFileError(f"{main.path} cannot be read: {error.strerror or error}") from error
-        self._is_verified |= digest is not None
         return digest
 
     @contextlib.contextmanager
@@ -149,14 +151,19 @@ class OpenFiles:
             yield path
 
     def end_loading(self) -> None:
-        """Raise ModelFileError if the files are not those that were opened: what was loaded may be of both.
+        """Raise ModelFileError if the files are not those that were opened: the loaded parts may be of both.
 
+        A change of the mode or of the number of names is harmless. Another size or time of modification is not, even if
+        the digest fits at the end: parts may have been loaded from other bytes in between.
         The manifest, which may have large tokenizers, leaves the metadata.
         """
         self.metadata.pop(MANIFEST_KEY, None)
         for opened in self._files:
-            if opened.read_stamp() != opened.stamp or not opened.is_in_place():
+            stamp = opened.read_stamp()
+            is_same = stamp == opened.stamp or (stamp[:2] == opened.stamp[:2] and self._has_same_bytes(opened, stamp))
+            if not is_same or not opened.is_in_place():
                 raise ModelFileError(f"{opened.path} was changed or replaced while it was loaded: load it again")
+            opened.stamp = stamp
 
     def check(self) -> None:
         """Raise ModelChangedError if the mapped bytes of a file have changed. Any thread may call it.
@@ -173,7 +180,7 @@ class OpenFiles:
                 self._check_again(opened, stamp)
 
     def has_changed(self) -> bool:
-        """Return whether the mapped bytes of a file have changed. Cost: as of `check`."""
+        """Return whether the mapped bytes of a file have changed. Cost: see `check`."""
         return not self.is_copied and not self._are_same()
 
     def _are_same(self) -> bool:
@@ -201,7 +208,8 @@ class OpenFiles:
             opened.stamp = stamp
 
     def _has_same_bytes(self, opened: _OpenFile, stamp: Stamp) -> bool:
-        if not self._is_verified:
+        """Compare the digest; in a file without one, the size and the time of modification."""
+        if self.digest is None:
             return stamp[:2] == opened.stamp[:2]
         try:
             return stamp.size == opened.stamp.size and self.verify() == self.digest

@@ -19,7 +19,7 @@ def input_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> 
 
 
 def check_row(specs: Sequence[RequestInput], min_lengths: Mapping[str, int], sources: Mapping[str, Array]) -> None:
-    """Raise InputError for a row that is too short, or of which two inputs must be equally long and are not.
+    """Raise InputError for a row that is too short, or if two of its inputs must have one length and do not.
 
     sources: the inputs, without their batch axis. min_lengths: name of a free axis → the least length of a row there.
     """

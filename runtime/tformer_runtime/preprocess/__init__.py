@@ -4,7 +4,7 @@ inputs           an input of a model, of any kind → arrays
 input_line       a line of text → an input
 json_schema      the numbers, strings and white space of a JSON schema
 tokenizer        text ↔ ids, for generation; text of a stream, piece by piece
-tokenizer_growth how much longer a tokenizer may make a text
+tokenizer_growth settings of a tokenizer with which its package fails, such as texts that grow without end
 text_reader      text → ids and the offsets of each token, for single-pass models
 vocabulary       the bytes of each token, for constrained generation
 chat_template    a conversation → a prompt

@@ -81,7 +81,7 @@ class AudioPreprocessor(Struct, frozen=True):
     def from_samples(self, sound: Any) -> F32:
         """Return the features of a sound without a batch axis: (samples,), or (num_mel_bins, frames).
 
-        sound: as of `read`; an array with the shape of a spectrogram is one.
+        sound: see `read`; an array with the shape of a spectrogram is one.
         Raise InputError for a sound that cannot be read or is longer than a spectrogram, MissingExtraError for a file
         without soundfile.
         """
@@ -312,7 +312,7 @@ def _check_numbers(samples: F32, begin: int, rate: int, name: str) -> None:
     if not np.isfinite(samples).all():
         index = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
         raise InputError(
-            f"{name} holds a sample that is no number, {samples[index].tolist()} at {(begin + index) / rate:.3f} s"
+            f"{name} holds a sample that is not a number, {samples[index].tolist()} at {(begin + index) / rate:.3f} s"
         )
 
 

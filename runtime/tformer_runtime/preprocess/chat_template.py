@@ -15,7 +15,7 @@ from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import Manifest
 
 Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
-Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, as of OpenAI's API and of transformers
+Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, in the form of OpenAI's API and of transformers
 MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
 MAX_REPLY_SECONDS = 15.0  # of any time, for a system without a limit of processor time, or a process that stands still
 PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
@@ -49,8 +49,8 @@ def conversation(messages: Any, system: str | None = None) -> list[Message]:
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     if not isinstance(messages, Sequence) or not messages or not all(map(_is_message, messages)):
         raise InputError(
-            'a conversation is a text, or a list of messages such as {"role": "user", "content": "a text"}, the last '
-            "of which is answered"
+            'a conversation is a text, or a list of messages such as {"role": "user", "content": "a text"}; the '
+            "last message is answered"
         )
     return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
 

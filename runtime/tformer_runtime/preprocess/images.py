@@ -93,7 +93,7 @@ class ImagePreprocessor(Struct, frozen=True):
     def pixels(self, image: Any) -> npt.NDArray[Any]:
         """Return the pixels of an image, (channels, height, width), as float32; as uint8 without scale and mean.
 
-        Arguments and errors as of `tiles`. An image in tiles must have one.
+        Arguments and errors: see `tiles`. An image in tiles must have one.
         """
         pixels: npt.NDArray[Any] = self.tiles(image)[0][0]
         return pixels

@@ -318,7 +318,7 @@ class Inputs:
         return ids, types
 
     def _readable(self, name: str, text: str | Pair, cut: bool) -> str | Pair:
-        """Return a text or a pair of which no more is left than a tokenizer reads at once.
+        """Return a text or a pair, cut to what a tokenizer reads at once.
 
         cut: whether the ids will be cut to the model's length, so that the end of a long text is of no use. Else raise
             InputError for a text that is too long.

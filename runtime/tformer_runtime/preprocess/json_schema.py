@@ -36,9 +36,15 @@ def check_numbers(schema: Any, kind: str) -> None:
         numbers = _numbers(value) if key in ("enum", "const") else [value] if key in _BOUNDS else []
         for number in numbers:
             if not _is_kept(key, number):
+                is_too_large = not -(1 << 63) < number < 1 << 63
+                reason = (
+                    "cannot be kept: bounds and whole numbers must lie between −2⁶³ and 2⁶³"
+                    if is_too_large
+                    else "cannot be kept exactly: numbers are read as float64"
+                )
                 raise OptionError(
-                    f"the {kind} has {json.dumps(number)[:40]} as its {key}, which cannot be kept exactly: numbers are "
-                    "read as float64, and integers have at most 63 bits; use another bound, a string, or a regex",
+                    f"the {kind} has {json.dumps(number)[:40]} as its {key}, which {reason}; use another bound, a "
+                    "string, or a regex",
                     option=kind,
                 )
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tformer_runtime.base.errors import InputError, ModelFileError, error_summary, quotable
 from tformer_runtime.base.foreign_errors import foreign_errors
 from tformer_runtime.base.validation import surrogate_in
-from tformer_runtime.preprocess.tokenizer_growth import check_growth
+from tformer_runtime.preprocess.tokenizer_growth import check_growth, check_settings
 
 
 class Codec:
@@ -29,6 +29,7 @@ class Codec:
         with foreign_errors(unreadable_tokenizer):
             parts = json.loads(definition)
             check_growth(parts)
+            check_settings(parts)
             self._tokenizer = Tokenizer.from_str(definition)
             model = parts["model"]
             self._tokenizer.no_padding()

@@ -101,7 +101,7 @@ def share_contexts(graph: Graph, files: WeightFiles, model_inputs: set[str], dom
     operator divides the queries among the rows of keys itself: as no other shape of the queries fits the keys, any
     reshape before it does the same. Its bias may be the same for all queries.
 
-    model_inputs, domain: as of `find_attention`.
+    model_inputs, domain: see `find_attention`.
     """
     readers = Readers(graph)
     new_nodes: dict[int, Node | None] = {}

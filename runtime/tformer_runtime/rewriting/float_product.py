@@ -107,7 +107,7 @@ def _bias(graph: Graph, name: str, columns: int, inputs: set[str], files: Weight
 
 
 def find_constant(graph: Graph, name: str, dtype: type[np.generic], inputs: set[str]) -> Tensor | None:
-    """Return a weight of a type that no caller replaces. inputs: as of `find_float_product`."""
+    """Return a weight of a type that no caller replaces. inputs: see `find_float_product`."""
     tensor = graph.find_tensor(name)
     if tensor is None or tensor.dtype != dtype or name in inputs or graph.find_producer(name) is not None:
         return None

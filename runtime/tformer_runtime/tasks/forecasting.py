@@ -174,7 +174,7 @@ class Forecaster:
         index_offset: int = 0,
         truncate: bool = False,
     ) -> Iterator[Forecast]:
-        """Yield the forecasts of any number of histories, in their order. Arguments as of `Model.forecast_batch`."""
+        """Yield the forecasts of any number of histories, in their order. Arguments: see `Model.forecast_batch`."""
         check_int("batch_size", batch_size)
         check_int("workers", workers, maximum=MAX_THREADS)
         steps = self.steps(horizon)
@@ -236,7 +236,7 @@ class Forecaster:
         return [window.values if self._decoder_only else self.series.decoder_start(window) for window in windows]
 
     def _decode(self, state: State, starts: Sequence[Array], steps: int) -> Generator[None, None, Array]:
-        """Return (rows, steps, targets). Yield between two steps. starts: as of `_starts`."""
+        """Return (rows, steps, targets). Yield between two steps. starts: see `_starts`."""
         rows, feedback = len(starts), list(self.series.feedback)
         counts = np.array([len(start) for start in starts])
         tokens: Array = np.zeros((rows, int(counts.max()), len(feedback)), np.float32)

@@ -67,7 +67,7 @@ class TokenReader:
         make_result: Callable[[Any], ResultT],
         extras: tuple[str, ...] | None = None,
     ) -> GivenTokens[ResultT]:
-        """Return a call. Arguments as of `GivenTokens`. Raise InputError for more tokens than the model holds."""
+        """Return a call. Arguments: see `GivenTokens`. Raise InputError for more tokens than the model holds."""
         max_length = self._engine.manifest.max_length
         if len(ids) > max_length:
             subject = "source and target" if extras is None else "the tokens"

@@ -107,7 +107,7 @@ class SinglePassCall:
         """
         settings: of the caller.
         truncate: whether inputs that are too long are cut.
-        adapter_input: the input that chooses the adapter, as of `Manifest.adapter_input`.
+        adapter_input: the input that chooses the adapter; see `Manifest.adapter_input`.
         Raise OptionError for settings that the task does not have.
         """
         self.task, self.select_outputs = task, task.select_outputs
@@ -193,7 +193,7 @@ def _has_nan(value: Array) -> bool:
 def single_pass_queue(
     engine: Engine, batch_size: int, memory: MemoryShare, select_outputs: SelectOutputs
 ) -> BatchQueue[SinglePassRequest]:
-    """Return a queue for the requests of calls that arrive one by one. Arguments as of `run_single_pass`."""
+    """Return a queue for the requests of calls that arrive one by one. Arguments: see `run_single_pass`."""
 
     def run(requests: Sequence[SinglePassRequest], memory: MemoryShare) -> Iterator[None]:
         _run_batch(engine, select_outputs, requests)

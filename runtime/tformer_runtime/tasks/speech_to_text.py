@@ -137,7 +137,7 @@ class TimestampRules:
 
 
 class _Recording(Struct, eq=False):
-    """One sound. prompt: as of `DecoderPrompt.ids`. result, error: once it is transcribed."""
+    """One sound. prompt: see `DecoderPrompt.ids`. result, error: once it is transcribed."""
 
     index: int
     frames: F32
@@ -264,7 +264,7 @@ class Transcriber:
         batch_size: sounds that are decoded together.
         workers: batches that are decoded in parallel, each by a thread.
         index_offset: the number of sounds before these.
-        values: as of `SpeechToText.settings`.
+        values: see `SpeechToText.settings`.
         The memory is that of the spectrograms of `batch_size` * `workers` sounds. No further sound is read once the
         spectrograms have WINDOW_SPECTROGRAM_VALUES values. Cost: for each window of a sound, a run of the encoder and a
         step for each token. Without a language, another run of the encoder for the first window.
@@ -411,7 +411,7 @@ class Transcriber:
         sound.seek += advance if advance > 0 else window_frames
 
     def transcription(self, sound: TranscriptionState) -> Transcription:
-        """Return the transcription of a sound of which nothing is left."""
+        """Return the transcription of a sound that has been read to its end."""
         codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
         return Transcription(
             self._text(sound.ids),

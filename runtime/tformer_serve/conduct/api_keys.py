@@ -19,7 +19,7 @@ ADMIN_FOLDER = "/admin/"  # the paths of operators
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys of a file, one a line. Raise OptionError for a file without keys, or with a line that is none."""
+    """Return the keys of a file, one a line. Raise OptionError for a file without keys, or with a wrong one."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,6 +1,7 @@
 """A body is read whole, up to a size, before anything parses it. The bodies of all open requests have a sum.
 
-Both limits hold before the bytes are read: they are taken by Content-Length, and otherwise as the body grows.
+A body takes memory as its bytes arrive, so that a client that announces a body and sends nothing keeps no other client
+out. A body whose Content-Length is more than the limit, or more than is free, is refused before it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BODY_SECONDS = 60.0  # of a client that sends slowly
 
 
 class BodyMemory:
-    """The memory for bodies, of which each open request has a share. For one event loop.
+    """The memory for bodies. Each open request has a share of it. For one event loop.
 
     limit: bytes of all shares. taken: bytes of the shares now.
     """
@@ -29,26 +30,26 @@ class BodyMemory:
     def __init__(self, limit: int) -> None:
         self.limit, self.taken = limit, 0
 
+    def check_room(self, more: int) -> None:
+        """Raise ApiError if there are not as many bytes now."""
+        if self.taken + more > self.limit:
+            raise full_memory_error(
+                f"the bodies of open requests have {self.taken:,} bytes, and the server reads {self.limit:,} at once: "
+                "send this one again later"
+            )
+
     @contextlib.contextmanager
     def share(self) -> Iterator[Callable[[int], None]]:
         """Yield a function that enlarges the share of a request to a number of bytes. The share ends with the block.
 
-        It raises ApiError if there are not as many. Small bodies need no share: the places of requests limit them, and
-        a few large bodies would keep them out.
+        It raises ApiError if there are not as many.
         """
         share = 0
 
         def enlarge(size: int) -> None:
             nonlocal share
-            more = size - share
-            if size <= MAX_LOOP_BYTES or more <= 0:
-                return
-            if self.taken + more > self.limit:
-                raise full_memory_error(
-                    f"the bodies of open requests have {self.taken:,} bytes, and the server reads {self.limit:,} at "
-                    "once: send this one again later"
-                )
-            self.taken += more
+            self.check_room(size - share)
+            self.taken += size - share
             share = size
 
         try:
@@ -96,14 +97,15 @@ class BodyLimit:
     async def _body(self, scope: Scope, receive: Receive, enlarge_share: Callable[[int], None]) -> bytes:
         max_bytes = self._max_upload_bytes if _has_file(scope) else self._max_bytes
 
-        def check(size: int) -> None:
+        def check(size: int, check_memory: Callable[[int], None]) -> None:
             if size > max_bytes:
                 raise _too_large(max_bytes)
-            enlarge_share(size)
+            if size > MAX_LOOP_BYTES:  # the places of requests limit small bodies; a few large ones would keep them out
+                check_memory(size)
 
         length = Headers(scope=scope).get("Content-Length", "")
         if length.isdecimal():
-            check(int(length))
+            check(int(length), self._memory.check_room)
         parts: list[bytes] = []
         size = 0
         try:
@@ -114,7 +116,7 @@ class BodyLimit:
                         raise ClientGoneError
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
-                    check(size)
+                    check(size, enlarge_share)
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:

@@ -30,7 +30,7 @@ async def single_pass_call(
     kind: type[BaseTask],
     settings: Mapping[str, Any],
 ) -> SinglePassCall:
-    """Return a call with the settings of a body. Arguments and errors as of `Model.single_pass_call`."""
+    """Return a call with the settings of a body. Arguments and errors: see `Model.single_pass_call`."""
     make_call = partial(served.model.single_pass_call, kind=kind)
     return await on_body(exchange_of(request.scope), make_call, verb, settings, bool(body.truncate), body.adapter)
 

@@ -33,7 +33,7 @@ class CompletionRequest(OpenAIRequest):
     response_format: ResponseFormat | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, of which each has its own answers. Raise InputError if there is none."""
+        """Return the prompts. Each has its own answers. Raise InputError if there is none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:

@@ -37,7 +37,7 @@ class EmbeddingRequest(TaskRequest):
 
 
 class SimilarityRequest(TaskRequest):
-    """inputs: of which each is compared with each. pairs: of which the two parts are compared. One of both."""
+    """inputs: each is compared with each. pairs: the two parts of a pair are compared. Give one field."""
 
     inputs: Inputs[TaskInput] | None = None
     pairs: Inputs[Items[TaskInput]] | None = None
@@ -47,7 +47,7 @@ class SimilarityRequest(TaskRequest):
         if self.inputs is not None and self.pairs is None:
             return "inputs", self.inputs
         if self.pairs is None or self.inputs is not None:
-            raise InputError("give inputs, of which each is compared with each, or pairs")
+            raise InputError("give inputs, to compare each with each, or pairs")
         for number, pair in enumerate(self.pairs):
             if len(pair) != 2:
                 raise InputError(f"pairs[{number}] has {len(pair)} parts: a pair has two")

@@ -15,7 +15,7 @@ _MAX_FIELD_BYTES = 64 << 10
 def read_form(content_type: str, body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the fields of a form and its files, by name. A field NAME[] is the list NAME.
 
-    Raise ApiError for a body that is no form, and for a field that stands there twice.
+    Raise ApiError for a body that is not a form, and for a field that it has twice.
     """
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
         raise ApiError(400, "the body must be a form, sent as Content-Type: multipart/form-data", "invalid_form")

@@ -56,7 +56,7 @@ Choice = Literal["none", "auto", "required"] | ToolChoice
 def constraint(tools: Sequence[Tool], choice: Choice) -> dict[str, Any]:
     """Return the options that force an answer to be a call, or to be a text or a call ("auto").
 
-    Raise OptionError for the choice of a function that is none of the tools.
+    Raise OptionError for the choice of a function that is not among the tools.
     """
     if choice == "none":
         return {}

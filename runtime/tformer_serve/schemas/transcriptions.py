@@ -18,7 +18,7 @@ _NO_STREAM = ("false", "False", "0")
 class TranscriptionRequest(RequestBody):
     """The fields, which are texts in a form.
 
-    task, num_beams, chunk_length_s, stride_length_s: of this server, as of `Model.transcribe_batch`.
+    task, num_beams, chunk_length_s, stride_length_s: of this server; see `Model.transcribe_batch`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=False)

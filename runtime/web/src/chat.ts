@@ -252,7 +252,7 @@ export interface PendingAnswer {
   control?: StreamControl;
 }
 
-/** The answers of a conversation, of which one is generated at a time. */
+/** The answers of a conversation. One is generated at a time. */
 export class Answers {
   private current: PendingAnswer | undefined;
   private released = false;

@@ -257,7 +257,7 @@ export class Model {
   /**
    * Generate for one input. Yield the text in pieces, without waiting for the last token.
    *
-   * Errors as of `generate`. Throw OptionError also for several results, crossAttentions and hiddenStates.
+   * Errors: see `generate`. Throw OptionError also for several results, crossAttentions and hiddenStates.
    */
   stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
     const { signal, prefix, images, ...generation } = options;
@@ -270,7 +270,7 @@ export class Model {
    * Generate for any number of inputs. Yield the results in the order of the inputs.
    *
    * inputs: read lazily. Inputs of similar length are batched together.
-   * Errors as of `generate`. An InputError has the number of its input, from 1.
+   * Errors: see `generate`. An InputError has the number of its input, from 1.
    */
   generateBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: BatchOptions = {}): AsyncGenerator<Result> {
     const { signal, prefix, batchSize = 32, ...generation } = options;
@@ -417,7 +417,7 @@ export class Model {
    * Return the attention weights of a single-pass model, and a label for each position.
    *
    * Weights are (layers, heads, query positions, key positions); rows sum to 1. Layers and heads are in the order in which
-   * the model computes them. Labels are tokens, ids without a tokenizer, or numbers. Options as of `predict`.
+   * the model computes them. Labels are tokens, ids without a tokenizer, or numbers. Options: see `predict`.
    * Throw InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported without
    * attention weights.
    */
@@ -510,12 +510,12 @@ export class Model {
     });
   }
 
-  /** Return the labels of each input and their probabilities. Options as of `predict`, with topK. */
+  /** Return the labels of each input and their probabilities. Options: those of `predict`, and topK. */
   async classify(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Classification[]> {
     return this.resultsOf<Classification>("classify", "classify()", inputs, options);
   }
 
-  /** Return a vector for each input. Options as of `predict`. */
+  /** Return a vector for each input. Options: see `predict`. */
   async embed(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Float32Array[]> {
     const task = this.task("embed");
     if (task.call !== "embed()") throw this.otherTask("embed");
@@ -527,7 +527,7 @@ export class Model {
   /**
    * Return the labelled spans of each text.
    *
-   * Options as of `predict`, with aggregation ("none", "simple", "first", "average" or "max"), ignoreLabels and docStride
+   * Options: those of `predict`, and aggregation ("none", "simple", "first", "average" or "max"), ignoreLabels and docStride
    * (see `tasks/tokenClassification`).
    */
   async entities(texts: Iterable<string>, options: PredictOptions = {}): Promise<Span[][]> {
@@ -537,14 +537,14 @@ export class Model {
   /**
    * Return the answer to each question in its context. pairs: [question, context], or objects with these names.
    *
-   * Options as of `predict`, with topK, allowNoAnswer, maxAnswerTokens, maxSeqLen and docStride (see
+   * Options: those of `predict`, and topK, allowNoAnswer, maxAnswerTokens, maxSeqLen and docStride (see
    * `tasks/questionAnswering`).
    */
   async answer(pairs: Iterable<Input>, options: PredictOptions = {}): Promise<Answer[]> {
     return this.resultsOf<Answer>("answer", "answer()", pairs, options);
   }
 
-  /** Return the most probable tokens for each mask of each text. Options as of `predict`, with topK and candidateTokens. */
+  /** Return the most probable tokens for each mask of each text. Options: those of `predict`, topK and candidateTokens. */
   async fill(inputs: Iterable<Input>, options: PredictOptions = {}): Promise<Filled[]> {
     return this.resultsOf<Filled>("fill", "fill()", inputs, options);
   }
@@ -581,7 +581,7 @@ export class Model {
   /**
    * Return the transcription of a sound.
    *
-   * Options as of `predict`, and of a model that scores each frame (CTC): timestamps (true or "word", "char"), numBeams,
+   * Options: those of `predict`; of a model that scores each frame (CTC): timestamps (true or "word", "char"), numBeams,
    * chunkLengthS and strideLengthS; of a model that generates: timestamps (true or false), numBeams, language (by default
    * detected) and task ("transcribe", or "translate" to English).
    */

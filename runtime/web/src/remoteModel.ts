@@ -58,7 +58,7 @@ export interface Thread {
   end(): void;
 }
 
-/** Load a model in a worker, which is a file beside this one. Errors as of `Model.load`. */
+/** Load a model in a worker, which is a file beside this one. Errors: see `Model.load`. */
 export async function loadInWorker(address: ModelAddress, options: LoadOptions): Promise<Model> {
   let worker: Worker;
   try {
@@ -390,7 +390,7 @@ class RemotePrefix implements Pick<CachedPrefix, "release"> {
 /** A conversation with a model in a worker. */
 class RemoteChat implements Public<Chat> {
   readonly turns: Turn[] = [];
-  /** As of `Chat`: the worker may have an answer that this side does not know yet. */
+  /** See `Chat`. The worker may have an answer that this side does not know yet. */
   private readonly answers = new Answers(() => {
     this.number.then((number) => this.model.release(number)).catch(() => {}); // it may never have begun
   });

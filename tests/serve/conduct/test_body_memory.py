@@ -1,4 +1,4 @@
-"""The memory for bodies: one body and all together have limits, which hold before the bytes are read."""
+"""The memory for bodies: one body and all together have limits, which count the bytes that have arrived."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def held(server, count=2, size=LARGE):
         connections = [stack.enter_context(server.connect()) for _ in range(count)]
         for connection in connections:
             connection.sendall(head(size=size) + BODY[:-1])
-        server.wait_for("tformer_body_bytes", count * size)
+        server.wait_for("tformer_body_bytes", count * (size - 1))
         yield connections
 
 
@@ -84,6 +84,34 @@ def test_body_beyond_the_sum_is_refused_before_it_is_read(tight, caplog):
             assert answer(read_to_end(connection))[0] == 200
     tight.wait_for("tformer_body_bytes", 0)
     assert answer(tight.answer_to(head(), BODY))[0] == 200
+
+
+def test_announced_bodies_that_do_not_arrive_keep_no_client_out(tight):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(tight.connect()).sendall(head())
+        tight.wait_for("tformer_open_requests", 8)
+        assert tight.metric("tformer_body_bytes") == 0
+        assert answer(tight.answer_to(head(), BODY))[0] == 200
+    tight.wait_for("tformer_open_requests", 0)
+
+
+def test_body_that_grows_beyond_the_free_memory_is_refused(tight):
+    """Three bodies that had room when they were announced."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(tight.connect()) for _ in range(3)]
+        for connection in connections:
+            connection.sendall(head())
+        tight.wait_for("tformer_open_requests", 3)
+        for number, connection in enumerate(connections[:2], 1):
+            connection.sendall(BODY[:-1])
+            tight.wait_for("tformer_body_bytes", number * (LARGE - 1))
+        connections[2].sendall(BODY)
+        assert_is_refused(read_to_end(connections[2]))
+        for connection in connections[:2]:
+            connection.sendall(BODY[-1:])
+            assert answer(read_to_end(connection))[0] == 200
+    tight.wait_for("tformer_body_bytes", 0)
 
 
 def test_body_in_chunks_counts_as_it_grows(tight):

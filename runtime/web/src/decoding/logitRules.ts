@@ -50,7 +50,7 @@ export abstract class ForbiddingRule implements Rule {
   readonly readsLengthAlone: boolean = false;
 
   /**
-   * Return the ids whose scores become -Infinity at this step, all of which have scores; undefined if the rule does more.
+   * Return the ids whose scores become -Infinity at this step; undefined if the rule does more. All ids have scores.
    */
   abstract forbidden(ids: Int32Array, prompt: number): Int32Array | undefined;
 
@@ -60,7 +60,7 @@ export abstract class ForbiddingRule implements Rule {
 }
 
 /**
- * Return the ids that several rules forbid, maybe with repetitions; undefined if a rule does more. Arguments as of `Rule`.
+ * Return the ids that several rules forbid, maybe with repetitions; undefined if a rule does more. Arguments: see `Rule`.
  */
 export function forbiddenIds(rules: readonly Rule[], ids: Int32Array, prompt: number): Int32Array | undefined {
   const parts: Int32Array[] = [];

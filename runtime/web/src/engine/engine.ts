@@ -84,7 +84,7 @@ export class Engine {
     readonly shortlist: Shortlist | undefined,
   ) {}
 
-  /** Open a model file. Throw ModelFileError for a file that is none, is damaged, or has another version. */
+  /** Open a model file. Throw ModelFileError for another file, a damaged one, or another version. */
   static async open(source: ModelSource, backend: Backend): Promise<Engine> {
     const { name, bytes, path, dataFiles } = source;
     const [manifest, model, weights, metadata] = readingFile(name, () => {
@@ -262,7 +262,7 @@ export class Engine {
     return [others, Int32Array.from({ length: rows }, (_, row) => given?.[row].data[0] ?? 0)];
   }
 
-  /** Throw ModelFileError for an output of another shape than the manifest declares, as of a damaged graph. */
+  /** Throw ModelFileError for an output of another shape than the manifest declares: the graph is damaged. */
   private checkShape(spec: TensorSpec, tensor: Tensor, rows: number): void {
     const { dims } = tensor;
     const fits =

@@ -4,7 +4,7 @@
  * A damaged weight gives other numbers and no error. So the exporter ends a file with the digest of all bytes before it, as
  * an entry of the metadata. A digest finds damage. An attacker can write a digest that matches.
  *
- * The digest of bytes: cut them into chunks of 1 MiB, of which the last may be shorter. Hash each chunk with SHA-256. Append
+ * The digest of bytes: cut them into chunks of 1 MiB. The last may be shorter. Hash each chunk with SHA-256. Append
  * the hashes, of 32 bytes each, in the order of the chunks. The digest is the SHA-256 hash of that list, in hexadecimal
  * digits. `tformer_runtime/format/digest.py` is the same in Python.
  */

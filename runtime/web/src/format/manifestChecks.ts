@@ -274,7 +274,7 @@ function shownShape(shape: readonly (number | string | undefined)[]): string {
   return `(${shape.map((size) => size ?? "free").join(", ")})`;
 }
 
-/** Return the error for a rule that a manifest breaks. clause: of which the manifest is "it". */
+/** Return the error for a rule that a manifest breaks. clause: "it" is the manifest. */
 function contradiction(clause: string): ModelFileError {
   return new ModelFileError(`the file's manifest contradicts itself or its graph: ${clause}: export the model again`);
 }

@@ -98,7 +98,7 @@ async function readArchive(bytes: Uint8Array<ArrayBuffer>): Promise<Map<string, 
   return arrays;
 }
 
-/** Return inflated bytes, of which there are at most `limit`. */
+/** Return inflated bytes, at most `limit`. */
 async function inflated(packed: Uint8Array<ArrayBuffer>, limit: number): Promise<Uint8Array<ArrayBuffer>> {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
   const parts: Uint8Array[] = [];

@@ -21,7 +21,7 @@ export function inputSizes(specs: readonly RequestInput[], sources: Sources): Ma
 }
 
 /**
- * Throw InputError for a row that is too short, or of which two inputs must be equally long and are not.
+ * Throw InputError for a row that is too short, or if two of its inputs must have one length and do not.
  *
  * sources: the inputs, without their batch axis.
  */
@@ -60,7 +60,7 @@ export function inputAndOutputSizes(encode: EncodeStage, sources: Sources): Size
 /**
  * Return a row's value without padding: each axis that `shape` names after an input's axis gets the row's size.
  *
- * data: values of which the row begins at `offset`. full: the shape of the row there.
+ * data: values. The row begins at `offset`. full: the shape of the row there.
  */
 export function crop<T extends Float32Array | Float64Array | Int32Array>(
   data: T,

@@ -145,7 +145,7 @@ function packed4(
   return { inner, columns, sources: [tensor.encoded, codes.encoded], form: `4 bits ${hasWholeZeros}`, write };
 }
 
-/** Return weights of which the rows are derived from packed ones of 8 bits. end: their rows, if the last block has more. */
+/** Return weights whose rows are derived from packed ones of 8 bits. end: their rows, if the last block has more. */
 function rowsOf8Bits(values: VisibleValues, name: string, end: number | undefined): StoredWeights | undefined {
   const match = values.match(name, ROWS_OF_8_BITS);
   const packed = match?.weights["packed"];

@@ -21,7 +21,7 @@ export interface SourceOptions {
   readonly maxBytes?: number;
   /** Compare files with their digests. */
   readonly verify?: boolean;
-  /** As of `Backend`; "bytes" by default. */
+  /** See `Backend`; "bytes" by default. */
   readonly mapsWeights?: Backend["mapsWeights"];
 }
 

@@ -24,7 +24,7 @@ export interface Version {
   readonly total: number;
 }
 
-/** What a store has of a file: `bytes` from the beginning. */
+/** The part of a file in a store: `bytes` from the beginning. */
 export interface Kept {
   readonly version: Version;
   readonly bytes: number;

@@ -1,5 +1,5 @@
 /**
- * A text that steps change, and of which each character keeps its place in the original.
+ * A text that steps change. Each character keeps its place in the original.
  *
  * The rules of the places are those of `NormalizedString` of the tokenizers library: a changed character has the place of
  * the character that it replaces, and an inserted one that of the character before it. Places are counted in characters

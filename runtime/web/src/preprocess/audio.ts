@@ -92,7 +92,7 @@ export class AudioPreprocessor {
   /**
    * Return the features of a sound without a batch axis: (samples,), or (numMelBins, frames).
    *
-   * sound: as of `read`; an array with the shape of a spectrogram is one.
+   * sound: see `read`; an array with the shape of a spectrogram is one.
    * Throw InputError for a sound that cannot be read or is longer than a spectrogram.
    */
   fromSamples(sound: Sound | NumberArray): NumberArray {
@@ -243,7 +243,7 @@ function isArray(value: unknown): value is NumberArray {
   return "shape" in Object(value) && "data" in Object(value);
 }
 
-/** Return the channels of a sound, of equal lengths, and their rate. Throw InputError for a value that is no sound. */
+/** Return the channels of a sound, of equal lengths, and their rate. Throw InputError for another value. */
 function readChannels(sound: Sound, ownRate: number): { channels: readonly Samples[]; rate: number } {
   let [channels, rate]: [unknown, unknown] = [[sound], ownRate];
   if (!isSamples(sound) && isSound(sound)) {
@@ -291,7 +291,7 @@ function meanOf(channels: readonly Samples[], rate: number): Float32Array {
     for (let channel = 0; channel < values.length; channel++) values[channel] = scaled[channel][i];
     if (!values.every(Number.isFinite)) {
       throw new InputError(
-        `the sound holds a sample that is no number, [${values.join(", ")}] at ${(i / rate).toFixed(3)} s`,
+        `the sound holds a sample that is not a number, [${values.join(", ")}] at ${(i / rate).toFixed(3)} s`,
       );
     }
     if (scaled.length > 1) mono[i] = pairwiseSum(values) / values.length;

@@ -14,7 +14,7 @@ export interface Message {
   readonly [field: string]: unknown;
 }
 
-/** Descriptions of functions, as of OpenAI's API and of transformers. */
+/** Descriptions of functions, in the form of OpenAI's API and of transformers. */
 export type Tools = readonly Readonly<Record<string, unknown>>[];
 
 /** A function from messages to the text of a prompt. */
@@ -25,8 +25,8 @@ export function conversation(messages: unknown, system?: string): Message[] {
   const all = typeof messages === "string" ? [{ role: "user", content: messages }] : messages;
   if (!Array.isArray(all) || !all.length || !all.every(isMessage)) {
     throw new InputError(
-      'a conversation is a text, or a list of messages such as {role: "user", content: "a text"}, the last of which ' +
-        "is answered",
+      'a conversation is a text, or a list of messages such as {role: "user", content: "a text"}; the last ' +
+        "message is answered",
     );
   }
   return [...(system === undefined ? [] : [{ role: "system", content: system }]), ...all];

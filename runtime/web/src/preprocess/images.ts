@@ -101,7 +101,7 @@ export class ImagePreprocessor {
     return size.has("height") ? [size.get("height")!, size.get("width")!] : undefined;
   }
 
-  /** Return the pixels of an image, (channels, height, width). Arguments and errors as of `tiles`. */
+  /** Return the pixels of an image, (channels, height, width). Arguments and errors: see `tiles`. */
   pixels(image: ImageInput): Pixels {
     const { data, shape } = this.tiles(image).pixels;
     const [, ...rest] = shape;
@@ -252,7 +252,7 @@ function laidOnWhite(pixels: Uint8Array): Uint8Array<ArrayBuffer> {
   return result;
 }
 
-/** Return an image as a picture with 3 channels (RGB) or 1 (gray). Throw InputError for one that is none. */
+/** Return an image as a picture with 3 channels (RGB) or 1 (gray). Throw InputError for another value. */
 function converted(image: ImageInput, channels: number, onWhite: boolean): Picture {
   if (!isPicture(image)) {
     throw new InputError(

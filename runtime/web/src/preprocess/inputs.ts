@@ -332,7 +332,7 @@ export class Inputs {
     return { ids, types };
   }
 
-  /** Return a text of which no more is left than a tokenizer reads at once. cut: whether its ids will be cut. */
+  /** Return a text, cut to what a tokenizer reads at once. cut: whether its ids will be cut. */
   private readable(name: string, text: string, cut: boolean, limit = this.maxCharacters(name)): string {
     if (cut && text.length > limit) text = text.slice(0, limit).replace(/[\ud800-\udbff]$/, "");
     this.checkTextLength(text, limit);
@@ -469,7 +469,7 @@ export class Inputs {
   }
 }
 
-/** Return numbers as an array with a shape; undefined for a value that is none, such as rows of different lengths. */
+/** Return numbers as an array with a shape; undefined for another value, such as rows of different lengths. */
 export function arrayOf(value: unknown): NumberArray | undefined {
   if (isNumberArray(value)) return value.data.length === sizeOf(value.shape) ? value : undefined;
   if (ArrayBuffer.isView(value) && !(value instanceof DataView)) {

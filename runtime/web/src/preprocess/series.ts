@@ -230,7 +230,7 @@ function columnSums(values: Float64Array, columns: number): Float64Array {
   return sums;
 }
 
-/** Return a history as an array. Throw InputError for a value that is none. */
+/** Return a history as an array. Throw InputError for another value. */
 function asArray(history: History, features: number): { data: Float64Array; shape: readonly number[] } {
   if (typeof history === "object" && history !== null && "shape" in history && "data" in history) {
     return { data: Float64Array.from(history.data), shape: history.shape };

@@ -8,7 +8,7 @@ export class TextCode {
   readonly codec: Codec;
   readonly reader: TextReader;
 
-  /** definition: as of `TokenizerParts`. Throw ModelFileError if it cannot be read. */
+  /** definition: see `TokenizerParts`. Throw ModelFileError if it cannot be read. */
   constructor(definition: string) {
     const parts = new TokenizerParts(definition);
     this.codec = new Codec(parts);

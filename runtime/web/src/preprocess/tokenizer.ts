@@ -79,7 +79,7 @@ export type Parts = {
     | null;
 };
 
-/** Throw ModelFileError for a pattern that is none, which the package would ignore. */
+/** Throw ModelFileError for a pattern that is neither a text nor a regular expression. The package would ignore it. */
 function checkPattern(pattern: unknown): void {
   const { String: text, Regex: expression } = (pattern ?? {}) as { String?: unknown; Regex?: unknown };
   if (typeof text === "string" || typeof expression === "string") return;
@@ -123,7 +123,7 @@ export class TokenizerParts {
     return readingTokenizer(this.hasExpressions ? limited : open);
   }
 
-  /** Run code that reads a text, within a time if regular expressions of the file read it. Errors as of `readingTokenizer`. */
+  /** Run code that reads a text, within a time if regular expressions of the file read it. Errors: see `readingTokenizer`. */
   reading<T>(text: string, read: () => T): T {
     const limited = () => withinTime(readingTime(text.length), read, slowText);
     return readingTokenizer(this.hasExpressions ? limited : read);
@@ -271,7 +271,7 @@ export class Codec {
   }
 
   /**
-   * Throw InputError for a text of which the tokenizer drops a character because of its vocabulary.
+   * Throw InputError if the tokenizer drops a character of a text because of its vocabulary.
    *
    * A character that makes no token alone may belong to the token after it, as spaces do. It is dropped if the text
    * around it has the same tokens without it.

@@ -32,7 +32,7 @@ const DEFAULT_STRIDE_SHARE = 1 / 6; // of the window: context on each of its sid
 const MAX_SECONDS = 1_000_000;
 const DAMAGED = "the token settings of the file are damaged";
 
-/** Settings of the spelling in the file, of which each may be missing. */
+/** Settings of the spelling in the file. Each may be missing. */
 const SPELLING = { blank: index, delimiter: nullable(text), space: text, lower: boolean, tidy: boolean };
 
 /**

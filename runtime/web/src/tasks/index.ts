@@ -1,4 +1,4 @@
-/** The task of a file that is no text generator. The code of a task is loaded for files that have it. */
+/** The task of a file that does not generate text. The code of a task is loaded for files that have it. */
 
 import { AUDIO, stepFeatures, type Manifest } from "../format/manifest.js";
 import type { TextCode } from "../preprocess/textCode.js";

@@ -37,7 +37,7 @@ export interface PassOptions {
   readonly adapter: Sources;
 }
 
-/** Yield the results of any number of inputs, in their order. Errors as of `inOrder`. */
+/** Yield the results of any number of inputs, in their order. Errors: see `inOrder`. */
 export function runSinglePass<Result, Settings>(
   engine: Engine,
   inputs: Inputs,

@@ -104,7 +104,7 @@ export class Connection {
     return number;
   }
 
-  /** Forget an iterator of which the other side has not learned, or does not ask for values. */
+  /** Forget an iterator that the other side does not know, or does not ask for values. */
   unshare(number: number): void {
     this.shared.delete(number);
   }

@@ -90,7 +90,7 @@ test("A value that is no sound is refused with what to do", () => {
     [{ samples, samplingRate: 999 }, /^the sampling rate of the sound must be a whole number .* not 999$/],
     [{ samples, samplingRate: "16000" }, /^the sampling rate .* not "16000"$/],
     [new Float32Array(0), /^the sound is empty$/],
-    [Float32Array.of(0, NaN), /^the sound holds a sample that is no number, \[NaN\] at 0\.000 s$/],
+    [Float32Array.of(0, NaN), /^the sound holds a sample that is not a number, \[NaN\] at 0\.000 s$/],
     [{ samples: [samples, Float32Array.of(0, Infinity)], samplingRate: 1000 }, /\[2, Infinity\] at 0\.001 s$/],
     [{ samples: new Float32Array(9).fill(3.4e38), samplingRate: 8000 }, /too large to be resampled/],
   ] as const) {

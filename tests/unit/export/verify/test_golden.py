@@ -155,6 +155,29 @@ def test_tokens_of_equal_logits_are_undecided(tmp_path):
             assert not any(ids[:count])  # 0 alone has no neighbour
 
 
+@pytest.mark.parametrize("forged", [{"all_decided": False}, {"all_decided": False, "decided_tokens": [0]}])
+def test_golden_file_that_calls_decided_tokens_undecided_is_compared_all_the_same(files, forged):
+    """Its sequences are those of no model."""
+    golden = make_golden(files["encoder-decoder"])
+    case = next(
+        case for case in golden["generation"] if case["expected"]["all_decided"] and case["options"]["num_beams"] == 1
+    )
+    case["expected"].update(forged)
+    assert list(differences(golden, files["encoder-decoder"])) == []
+    (sequence,) = case["expected"]["sequences"]
+    sequence["token_ids"] = [token + 1 for token in sequence["token_ids"]]
+    (found,) = differences(golden, files["encoder-decoder"])
+    assert "token_ids is" in found
+
+
+def test_stream_that_a_golden_file_calls_undecided_is_compared_all_the_same(files):
+    golden = make_golden(files["encoder-decoder"])
+    case = next(case for case in golden["streams"] if case["expected"]["decided"] and case["expected"]["pieces"])
+    case["expected"] = {"pieces": ["forged"], "decided": False}
+    (found,) = differences(golden, files["encoder-decoder"])
+    assert "the pieces are" in found
+
+
 def test_a_large_vocabulary_stays_below_two_megabytes(tmp_path):
     path = Toy(vocabulary=32000, tokenizer=False, encoder=False).write(tmp_path / "model.onnx")
     golden = golden_of(path, tmp_path)

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import onnx
@@ -20,6 +22,7 @@ from support.toy_models import Toy
 from tformer_export.common import onnx_writer
 from tformer_runtime import AsyncModel, Model, ModelChangedError, ModelFileError
 from tformer_runtime.backend import session
+from tformer_runtime.backend.run_slots import RunSlots
 from tformer_runtime.backend.session import Session
 from tformer_runtime.format import open_files
 from tformer_runtime.format.digest import DIGEST_KEY
@@ -146,6 +149,73 @@ def test_file_that_changes_while_it_is_loaded_is_an_error(path, other, monkeypat
     monkeypatch.setattr(module, name, read_and_change)
     with pytest.raises(ModelFileError, match=r"live\.onnx was changed or replaced while it was loaded: load it again"):
         Model.load(path, "cpu", verify=False)
+
+
+def relink(path):
+    os.link(path, path.with_name("again.onnx"))
+
+
+def rename_twice(path):
+    os.rename(path, path.with_name("away.onnx"))
+    os.rename(path.with_name("away.onnx"), path)
+
+
+@pytest.fixture
+def load_with_change(path, monkeypatch):
+    """Return a function that loads the file and calls a function with its path in between."""
+
+    def load(change, verify):
+        read = session.read_mapped_model
+
+        def read_and_change(mapped):
+            content = read(mapped)
+            change(path)
+            return content
+
+        monkeypatch.setattr(session, "read_mapped_model", read_and_change)
+        return Model.load(path, "cpu", verify=verify)
+
+    return load
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("change", [lambda path: path.chmod(0o600), relink, rename_twice], ids=["chmod", "ln", "mv"])
+def test_new_mode_or_name_while_a_file_is_loaded_is_harmless(path, load_with_change, change, verify):
+    expected = text_of(path)
+    with load_with_change(change, verify) as model:
+        assert model.generate("hello").text == expected
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_other_bytes_whose_time_is_set_back_while_a_file_is_loaded_are_an_error(path, other, load_with_change, verify):
+    def change(path):
+        status = path.stat()
+        write_in_place(path, other.read_bytes())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(ModelFileError):
+        load_with_change(change, verify)
+
+
+def test_run_does_not_begin_if_a_file_is_cut_short_while_it_waits_for_a_slot(path, monkeypatch):
+    model, waits, runs = Model.load(path, "cpu"), threading.Event(), []
+    monkeypatch.setattr(Session, "_run", lambda *arguments: runs.append(arguments))
+
+    class Slots(RunSlots):
+        def __enter__(self):
+            waits.set()
+            super().__enter__()
+
+    slots = model.engine.session.run_slots = Slots(1)
+    with ThreadPoolExecutor(1) as pool:
+        with slots:
+            waits.clear()
+            result = pool.submit(model.generate, "hello")
+            assert waits.wait(60)
+            os.truncate(path, 0)
+        with pytest.raises(ModelChangedError):
+            result.result(60)
+    assert not runs
 
 
 def test_change_during_a_run_is_an_error_of_this_run(path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -409,12 +410,45 @@ BIG = 2**53 + 1  # float64 has no such number
     ],
 )
 def test_number_that_would_be_rounded_is_refused(schema):
-    with pytest.raises(OptionError, match="cannot be kept exactly"):
+    with pytest.raises(OptionError, match="cannot be kept"):
         model(byte_level).grammar("json_schema", schema)
     text = json.dumps(schema)
     for grammar in (f'start: "a" | %json {text}', f"start: /%json x/ | %json{text} | %json {{}}"):
-        with pytest.raises(OptionError, match="cannot be kept exactly"):
+        with pytest.raises(OptionError, match="cannot be kept"):
             model(byte_level).grammar("grammar", grammar)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 1e17},
+        {"maximum": -9.99e17},
+        {"exclusiveMinimum": 12345678912345.125},
+        {"minimum": 1e18, "maximum": 9e18},
+        {"exclusiveMinimum": -9e18, "exclusiveMaximum": -1e18},
+        {"minimum": 1e-10, "maximum": 1e-9},
+    ],
+    ids=str,
+)
+@given(seed=seeds)
+@settings(max_examples=10)
+def test_generated_number_is_within_its_bounds(bounds, seed):
+    m, schema = model(byte_level), {"type": "number", **bounds}
+    jsonschema.validate(json.loads(m.decode(m.walk(m.grammar("json_schema", schema).start(), seed))), schema)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"minimum": 1e19}, r"1e\+19 as its minimum, which cannot be kept: bounds .* must lie between −2⁶³ and 2⁶³"),
+        ({"exclusiveMaximum": -1e30}, r"-1e\+30 as its exclusiveMaximum, which cannot be kept: bounds .* between"),
+        ({"maximum": 1e19}, "bounds of its numbers are too large: set a minimum and a maximum, both between −2⁶³"),
+        ({"minimum": 1e18}, "bounds of its numbers are too large: set a minimum and a maximum, both between −2⁶³"),
+    ],
+)
+def test_bounds_that_are_too_large_are_told(bounds, words):
+    with pytest.raises(OptionError, match=words):
+        model(byte_level).grammar("json_schema", {"type": "number", **bounds})
 
 
 def test_schema_of_a_grammar_that_is_not_json_is_told():

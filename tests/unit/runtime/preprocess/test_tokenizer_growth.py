@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from support import toy_tasks
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -33,6 +35,38 @@ def test_tokenizers_that_make_texts_far_longer_are_refused(parts, tmp_path):
     path = toy_tasks.write(tmp_path / "toy.onnx", tokenizers=(tokenizer(**parts),))
     with pytest.raises(ModelFileError, match="may make a text more than 1024 times as long"):
         Model.load(path, device="cpu")
+
+
+FIRST, SECOND = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+TOKEN = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+
+
+def template(single, pair=(FIRST, SECOND)):
+    return {"type": "TemplateProcessing", "single": [*single], "pair": [*pair], "special_tokens": {}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "the length of its pieces is 0"),
+        ({"post_processor": template([SECOND])}, "template of one text has a second text"),
+        ({"post_processor": template([FIRST, TOKEN])}, "the token '<s>', whose ids are missing"),
+        ({"post_processor": template([FIRST], [FIRST, TOKEN, SECOND])}, "the token '<s>', whose ids are missing"),
+        (
+            {"post_processor": {"type": "Sequence", "processors": [template([TOKEN])]}},
+            "the token '<s>', whose ids are missing",
+        ),
+    ],
+)
+def test_settings_with_which_the_package_panics_are_refused_before(parts, reason, capfd):
+    definition = json.dumps(json.loads(tokenizer()) | parts)
+    package = Tokenizer.from_str(definition)
+    with pytest.raises(BaseException, match=r"chunk size|no entry found|out of bounds"):  # a panic is no Exception
+        package.encode_batch(["a", ("a", "a")])
+    assert "panicked" in capfd.readouterr().err
+    with pytest.raises(ModelFileError, match=reason):
+        Codec(definition)
+    assert not capfd.readouterr().err
 
 
 def test_steps_of_common_tokenizers_are_allowed():
