@@ -1,4 +1,4 @@
-"""The application: routes, and the layers of conduct around them."""
+"""The application: routes, and the layers of middleware around them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 import tformer_runtime
 from tformer_serve.body_route import BodyRoutes
-from tformer_serve.conduct.admission import Admission, Admitted
-from tformer_serve.conduct.api_keys import ApiKeys
-from tformer_serve.conduct.body_limit import BodyLimit, BodyMemory
-from tformer_serve.conduct.held_models import HeldModels
-from tformer_serve.conduct.request_scope import RequestScope
-from tformer_serve.conduct.web_pages import WebPages
 from tformer_serve.errors import ApiError
 from tformer_serve.metrics import Metrics
+from tformer_serve.middleware.admission import Admission, Admitted
+from tformer_serve.middleware.api_keys import ApiKeys
+from tformer_serve.middleware.body_limit import BodyLimit, BodyMemory
+from tformer_serve.middleware.held_models import HeldModels
+from tformer_serve.middleware.request_scope import RequestScope
+from tformer_serve.middleware.web_pages import WebPages
 from tformer_serve.options import ServerOptions
 from tformer_serve.registry import Models
 from tformer_serve.reloads import Reloader

@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tformer_serve.errors import ApiError
-from tformer_serve.exchange import exchange_of, on_body, path_of
+from tformer_serve.request_context import context_of, on_body, path_of
 from tformer_serve.schemas.base import validation_error
 
 # A call that parses or checks a body stops all threads until it ends, some 20 ms for as much as this.
@@ -51,7 +51,7 @@ class BodyRoute(APIRoute):
 
     async def respond(self, request: Request) -> Response:
         """Return the response to a request with JSON. Raise ApiError for a wrong body."""
-        body = await on_body(exchange_of(request.scope), _parsed, await request.body(), self._body_type)
+        body = await on_body(context_of(request.scope), _parsed, await request.body(), self._body_type)
         response: Response = await self.endpoint(body=body, request=request, state=request.app.state.server)
         return response
 
@@ -73,7 +73,7 @@ class BodyRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(path_of(scope)) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is None or not exchange_of(scope).body_bytes or not _is_json(Headers(scope=scope)):
+        if route is None or not context_of(scope).body_bytes or not _is_json(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return
         scope["route"] = route  # for metrics

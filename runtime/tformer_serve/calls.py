@@ -11,15 +11,20 @@ from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.errors import ApiError
 from tformer_serve.event_stream import all_of
-from tformer_serve.exchange import Exchange, on_body
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, on_body
 from tformer_serve.state import ServerState
 
 T = TypeVar("T")
 
 
 async def single_pass_results(
-    state: ServerState, exchange: Exchange, served: ServedModel, call: SinglePassCall, inputs: Sequence[Any], field: str
+    state: ServerState,
+    context: RequestContext,
+    served: ServedModel,
+    call: SinglePassCall,
+    inputs: Sequence[Any],
+    field: str,
 ) -> tuple[list[Any], int]:
     """Return the result of a single-pass model for each input, and the number of ids of all. Count these.
 
@@ -29,17 +34,17 @@ async def single_pass_results(
     manifest = served.model.manifest
 
     async def run(input: Any) -> tuple[Any, int]:
-        value = await on_body(exchange, checked_input, manifest, input)
-        return await served.aio.run(call, value, exchange.seconds_left())
+        value = await on_body(context, checked_input, manifest, input)
+        return await served.aio.run(call, value, context.seconds_left())
 
-    pairs = await results_of_inputs(exchange, served, run, inputs, field)
+    pairs = await results_of_inputs(context, served, run, inputs, field)
     tokens = sum(count for _, count in pairs)
-    state.metrics.add_prompt(exchange, served.name, tokens)
+    state.metrics.add_prompt(context, served.name, tokens)
     return [result for result, _ in pairs], tokens
 
 
 async def results_of_inputs(
-    exchange: Exchange,
+    context: RequestContext,
     served: ServedModel,
     run: Callable[[Any], Awaitable[T]],
     inputs: Sequence[Any],
@@ -51,7 +56,7 @@ async def results_of_inputs(
     field: of the request that has the inputs.
     Raise ApiError for a wrong input, with its place.
     """
-    exchange.model = served.name
+    context.model = served.name
     places = asyncio.Semaphore(2 * served.max_batch_size)
 
     async def run_in_turn(index: int, input: Any) -> T:

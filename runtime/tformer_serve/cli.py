@@ -140,9 +140,9 @@ def main(
         for name in ("fastapi", "uvicorn", "prometheus_client"):
             import_optional(name, f"a server needs {name}", "serve")
         from tformer_serve.app import make_app
-        from tformer_serve.conduct.api_keys import read_api_keys
-        from tformer_serve.conduct.web_pages import allowed_hosts
         from tformer_serve.logs import set_up_logs
+        from tformer_serve.middleware.api_keys import read_api_keys
+        from tformer_serve.middleware.web_pages import allowed_hosts
         from tformer_serve.registry import ModelFile, Models
         from tformer_serve.server import Server, bind, check_certificate
 

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import is_ssl
 
 from tformer_serve.errors import ApiError, error_response, unreadable_request_error
-from tformer_serve.exchange import filler_of
 from tformer_serve.logs import log
+from tformer_serve.request_context import filler_of
 
 MAX_HEAD_BYTES = 64 << 10  # of the path and the headers of a request
 _LINGER_SECONDS = 30.0  # in which a client that has its answer may send the rest of its body

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tformer_serve.errors import ApiError, ClientGoneError, drop_traceback, unforeseen_error
-from tformer_serve.exchange import exchange_of
 from tformer_serve.logs import log
+from tformer_serve.request_context import context_of
 
 MEDIA_TYPE = "text/event-stream"
 _COMMENT = b": \n\n"  # of an event stream: clients skip it
@@ -79,7 +79,7 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             first = await anext(events)
-            exchange_of(scope).filler = _COMMENT
+            context_of(scope).filler = _COMMENT
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _send(send, _data(first))
             try:
@@ -94,12 +94,12 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last})
 
     def _error_event(self, scope: Scope, error: Exception) -> Event:
-        exchange = exchange_of(scope)
+        context = context_of(scope)
         answer = self._error_of(error)
         if answer is None:
-            log("error", logging.ERROR, error, request_id=exchange.id, path=exchange.path, model=exchange.model)
-            answer = unforeseen_error(exchange.id)
-        exchange.status = answer.status  # of the log and the metrics
+            log("error", logging.ERROR, error, request_id=context.id, path=context.path, model=context.model)
+            answer = unforeseen_error(context.id)
+        context.status = answer.status  # of the log and the metrics
         return answer.body()
 
 

@@ -18,9 +18,9 @@ from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.event_stream import all_of, merged
-from tformer_serve.exchange import Exchange, on_body, run_limited
 from tformer_serve.metrics import Metrics
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, on_body, run_limited
 from tformer_serve.state import ServerState
 
 MAX_CONSTRAINT_BYTES = 64 << 10  # llguidance takes about a second for as much
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Generation:
     """A request of a model that runs, whose tokens are counted."""
 
-    def __init__(self, opened: OpenRequest, exchange: Exchange, served: ServedModel, metrics: Metrics) -> None:
-        self._opened, self._exchange, self._served, self._metrics = opened, exchange, served, metrics
+    def __init__(self, opened: OpenRequest, context: RequestContext, served: ServedModel, metrics: Metrics) -> None:
+        self._opened, self._exchange, self._served, self._metrics = opened, context, served, metrics
         self.prompt_tokens = opened.prompt_tokens
         self.completion_tokens = 0
         self._has_ended = False
@@ -69,23 +69,23 @@ class Generation:
 
 
 async def checked_settings(
-    state: ServerState, exchange: Exchange, served: ServedModel, options: GenerationOptions
+    state: ServerState, context: RequestContext, served: ServedModel, options: GenerationOptions
 ) -> Settings:
     """Return the settings of a request, for any number of inputs. Compile their constraint.
 
     Raise the errors of `Model.settings`, and OptionError for a request that is too large for a server.
     """
-    exchange.model = served.name
-    settings = await on_body(exchange, _settings, served, options)
+    context.model = served.name
+    settings = await on_body(context, _settings, served, options)
     if settings.constraint is not None:  # compiled here, and then in the cache of the runtime
-        await run_limited(state.models.constraints, exchange, served.model.generator.guide, settings)
+        await run_limited(state.models.constraints, context, served.model.generator.guide, settings)
     return settings
 
 
 @contextlib.asynccontextmanager
 async def open_generation(
     state: ServerState,
-    exchange: Exchange,
+    context: RequestContext,
     served: ServedModel,
     input: Input,
     settings: Settings,
@@ -97,9 +97,9 @@ async def open_generation(
     in_pieces: whether it has pieces, besides its result.
     Raise the errors of `AsyncModel.open`.
     """
-    async with served.aio.open(input, settings, exchange.seconds_left(), in_pieces=in_pieces) as opened:
-        state.metrics.add_prompt(exchange, served.name, opened.prompt_tokens)
-        yield Generation(opened, exchange, served, state.metrics)
+    async with served.aio.open(input, settings, context.seconds_left(), in_pieces=in_pieces) as opened:
+        state.metrics.add_prompt(context, served.name, opened.prompt_tokens)
+        yield Generation(opened, context, served, state.metrics)
 
 
 @dataclass
@@ -121,17 +121,17 @@ class Usage:
 
 async def results_of(
     state: ServerState,
-    exchange: Exchange,
+    context: RequestContext,
     served: ServedModel,
     inputs: Sequence[Input],
     options: GenerationOptions,
     usage: Usage,
 ) -> list[Result]:
     """Return the result of each input. usage: to add the tokens to."""
-    settings = await checked_settings(state, exchange, served, options)
+    settings = await checked_settings(state, context, served, options)
 
     async def result_of(input: Input) -> Result:
-        async with open_generation(state, exchange, served, input, settings, in_pieces=False) as generation:
+        async with open_generation(state, context, served, input, settings, in_pieces=False) as generation:
             result = await generation.result()
             usage.add(generation)
             return result
@@ -142,17 +142,17 @@ async def results_of(
 
 async def pieces_of(
     state: ServerState,
-    exchange: Exchange,
+    context: RequestContext,
     served: ServedModel,
     inputs: Sequence[Input],
     options: GenerationOptions,
     usage: Usage,
 ) -> AsyncGenerator[tuple[int, Piece]]:
     """Yield the pieces of the results of inputs as they come, each with the number of its input. usage: to add to."""
-    settings = await checked_settings(state, exchange, served, options)
+    settings = await checked_settings(state, context, served, options)
 
     async def pieces(input: Input) -> AsyncGenerator[Piece]:
-        async with open_generation(state, exchange, served, input, settings, in_pieces=True) as generation:
+        async with open_generation(state, context, served, input, settings, in_pieces=True) as generation:
             async for piece in generation.pieces():
                 yield piece
             usage.add(generation)

@@ -23,8 +23,8 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tformer_serve.errors import CLIENT_GONE_STATUS
-from tformer_serve.exchange import Exchange
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAUGES = {  # fields of `AsyncModelStats`
@@ -96,23 +96,23 @@ class Metrics:
     def _new_route_series(self, route: str, outcome: str) -> tuple[Counter, Histogram]:
         return self._requests.labels(route, outcome), self._seconds.labels(route)
 
-    def add_request(self, exchange: Exchange, route: str) -> None:
+    def add_request(self, context: RequestContext, route: str) -> None:
         """Count a request that has ended. route: the path of its route."""
-        requests, seconds = self._of_route(route, _outcome(exchange.status))
+        requests, seconds = self._of_route(route, _outcome(context.status))
         requests.inc()
-        seconds.observe(time.monotonic() - exchange.started_at)
+        seconds.observe(time.monotonic() - context.started_at)
 
-    def add_prompt(self, exchange: Exchange, model: str, tokens: int) -> None:
+    def add_prompt(self, context: RequestContext, model: str, tokens: int) -> None:
         """Count a prompt that was read."""
-        exchange.prompt_tokens += tokens
+        context.prompt_tokens += tokens
         self._of_model(model).prompt_tokens.inc(tokens)
 
-    def add_tokens(self, exchange: Exchange, model: str, tokens: int, first_at: float | None = None) -> None:
+    def add_tokens(self, context: RequestContext, model: str, tokens: int, first_at: float | None = None) -> None:
         """Count generated tokens. first_at: when the first token of the request came; None for now."""
-        if tokens and exchange.first_token_at is None:
-            exchange.first_token_at = time.monotonic() if first_at is None else first_at
-            self._of_model(model).first_token.observe(exchange.first_token_at - exchange.started_at)
-        exchange.completion_tokens += tokens
+        if tokens and context.first_token_at is None:
+            context.first_token_at = time.monotonic() if first_at is None else first_at
+            self._of_model(model).first_token.observe(context.first_token_at - context.started_at)
+        context.completion_tokens += tokens
         self._of_model(model).generated_tokens.inc(tokens)
 
     def add_rate(self, model: str, seconds_per_token: float) -> None:

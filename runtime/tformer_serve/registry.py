@@ -18,7 +18,7 @@ from tformer_runtime.async_model import AsyncModel
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.format.open_files import OpenFiles
 from tformer_runtime.model import Model
-from tformer_serve.abilities import abilities_of, missing_packages
+from tformer_serve.capabilities import capabilities_of, missing_packages
 from tformer_serve.errors import ApiError, names_in_words
 from tformer_serve.logs import log
 
@@ -55,9 +55,9 @@ class ServedModel:
     uses: int = 0
 
     @cached_property
-    def abilities(self) -> dict[str, Any]:
+    def capabilities(self) -> dict[str, Any]:
         """The paths of the model, and facts for its form."""
-        return abilities_of(self.model.manifest)
+        return capabilities_of(self.model.manifest)
 
     @property
     def files(self) -> OpenFiles:

@@ -94,7 +94,7 @@ def _check_task(served: ServedModel, new: ServedModel) -> None:
     """Raise ModelFileError for a model that cannot answer the requests of the one that is served."""
     task, lost = (
         new.model.manifest.task,
-        [path for path in served.abilities["paths"] if path not in new.abilities["paths"]],
+        [path for path in served.capabilities["paths"] if path not in new.capabilities["paths"]],
     )
     if task != served.model.manifest.task or lost:
         which = f"the task {task!r}" if not lost else f"the task {task!r} and no {', '.join(lost)}"

@@ -12,10 +12,10 @@ from fastapi import Depends
 from starlette.requests import Request
 
 from tformer_runtime.base.errors import ModelChangedError
-from tformer_serve.conduct.admission import Admission
 from tformer_serve.errors import NO_NAMES, ApiError, api_error_of, failed_model_error, stopping_error
 from tformer_serve.logs import log
 from tformer_serve.metrics import Metrics
+from tformer_serve.middleware.admission import Admission
 from tformer_serve.options import ServerOptions
 from tformer_serve.registry import Models
 from tformer_serve.reloads import Reloader

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from support.toy_models import END_ID
 
-from tformer_serve.conduct import tracing
+from tformer_serve.middleware import tracing
 
 BODY = {"model": "letters", "input": "secretword", "max_new_tokens": 6, "suppress_tokens": [END_ID]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"  # of the example of W3C's Trace Context

@@ -16,9 +16,9 @@ from soundness.mutations import mutations
 from tformer_export.compile import analyse
 from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_export.sources.torch_module import from_module
+from tformer_export.verify.differences import logit_differences
 from tformer_export.verify.parity import ParityGate
 from tformer_export.verify.report import TOLERANCE
-from tformer_export.verify.ruler import logit_differences
 from tformer_models.seq2seq import Seq2SeqTransformer
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import MANIFEST_KEY, SpecialTokens

@@ -29,9 +29,9 @@ PIPELINE = (
     "verify", "calibration", "shortlist", "quantize", "tune", "",
 )  # fmt: skip
 SERVER = (
-    "abilities", "errors", "options", "exchange", "logs", "registry", "metrics", "reloads", "conduct", "state",
-    "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles", "routes",
-    "app", "connection", "server", "cli", "ray",
+    "capabilities", "errors", "options", "request_context", "logs", "registry", "metrics", "reloads", "middleware",
+    "state", "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles",
+    "routes", "app", "connection", "server", "cli", "ray",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),
@@ -134,7 +134,7 @@ LISTS_MODULES = (
         )
     ),
     "runtime/tformer_runtime/distributed",
-    *(f"runtime/tformer_serve{folder}" for folder in ("", "/conduct", "/ray", "/routes", "/schemas")),
+    *(f"runtime/tformer_serve{folder}" for folder in ("", "/middleware", "/ray", "/routes", "/schemas")),
 )
 
 

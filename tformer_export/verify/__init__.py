@@ -1,7 +1,7 @@
 """The parity gate: the written file is compared with the source model. Without it no file is written.
 
 parity           the gate: ragged rows, prompt and steps, greedy tokens
-ruler            how far two results are apart
+differences      how far two results are apart
 draws            random requests
 long_row         the longest row that a single-pass model is compared on
 report           the result of the gate

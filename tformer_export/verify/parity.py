@@ -4,7 +4,7 @@ Each case feeds rows of different lengths as a right-padded prompt and then toke
 traced, and compares every row's logits with the source model's on that row alone. Then both decode greedily: wherever
 the source's two best tokens differ by more than the error, the file must choose the same token.
 
-Allowed: max |Δlogit| ≤ 1e-3 of its unit (`tformer_export.verify.ruler`): of the spread of the logits that can be chosen
+Allowed: max |Δlogit| ≤ 1e-3 of its unit (`tformer_export.verify.differences`): of the spread of the logits that can be chosen
     at its position. Float32 kernels that sum in another order differ by about depth · 2⁻²⁴ of the summed values, 1e-6
     to 1e-5 of the spread; a missing position or a wrong mask by 1e-2 and more.
 
@@ -25,11 +25,11 @@ import torch
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source
 from tformer_export.staging.difference_locator import DifferenceLocator
+from tformer_export.verify.differences import logit_differences, number_differences
 from tformer_export.verify.draws import InputDraws
 from tformer_export.verify.forecasts import check_forecasts
 from tformer_export.verify.long_row import affordable_row, longest_length
 from tformer_export.verify.report import TOLERANCE, ParityReport
-from tformer_export.verify.ruler import logit_differences, number_differences
 from tformer_export.verify.teacher_forcing import by_name, decode_greedily, run_case
 from tformer_export.verify.torch_reference import rounded_weights
 from tformer_runtime.base.errors import InputError, ModelFileError, ParityError, UnsupportedModelError

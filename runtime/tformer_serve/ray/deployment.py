@@ -17,9 +17,9 @@ from tformer_runtime.base.extras import import_optional
 from tformer_runtime.decoding.scheduler import MAX_BATCH_ROWS
 from tformer_runtime.tasks.settings import bytes_of
 from tformer_serve.app import make_app
-from tformer_serve.conduct.api_keys import read_api_keys
-from tformer_serve.conduct.web_pages import allowed_hosts
 from tformer_serve.logs import set_up_logs
+from tformer_serve.middleware.api_keys import read_api_keys
+from tformer_serve.middleware.web_pages import allowed_hosts
 from tformer_serve.options import DRAIN_SECONDS, MAX_BODIES_BYTES, MAX_BODY_BYTES, MAX_QUEUE, ServerOptions
 from tformer_serve.ray.multiplexing import MultiplexedModels, loading_layer
 from tformer_serve.registry import ModelFile, Models

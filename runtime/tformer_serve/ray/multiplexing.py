@@ -14,8 +14,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tformer_runtime.base.extras import import_optional
-from tformer_serve.exchange import path_of
 from tformer_serve.registry import Models, ServedModel
+from tformer_serve.request_context import path_of
 
 _MODELS_PATH = "/v1/models/"
 

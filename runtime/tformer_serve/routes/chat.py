@@ -17,9 +17,9 @@ from tformer_runtime.preprocess.inputs import Input
 from tformer_serve.answers import FINISH, Logprobs, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of, on_body, run_limited
 from tformer_serve.generation import Usage, pieces_of, results_of
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, context_of, on_body, run_limited
 from tformer_serve.schemas.chat import ChatRequest
 from tformer_serve.schemas.openai_options import checked_options
 from tformer_serve.schemas.tools import call_of
@@ -32,9 +32,9 @@ router = APIRouter(route_class=BodyRoute)
 async def chat(body: ChatRequest, request: Request, state: State) -> Response:
     """Answer a conversation."""
     with state.api_errors(body.names):
-        served, exchange = state.models.named(body.model), exchange_of(request.scope)
-        options = await on_body(exchange, lambda: checked_options(served.model, body.options()))
-        work = _Work(state, exchange, served, options, body)
+        served, context = state.models.named(body.model), context_of(request.scope)
+        options = await on_body(context, lambda: checked_options(served.model, body.options()))
+        work = _Work(state, context, served, options, body)
         if body.stream:
             return EventStream(work.events(), lambda error: state.error_of(error, body.names))
         return JSONResponse(await while_connected(request, work.whole()))
@@ -46,12 +46,12 @@ class _Work:
     def __init__(
         self,
         state: ServerState,
-        exchange: Exchange,
+        context: RequestContext,
         served: ServedModel,
         options: GenerationOptions,
         body: ChatRequest,
     ) -> None:
-        self._state, self._exchange, self._served = state, exchange, served
+        self._state, self._exchange, self._served = state, context, served
         self._options, self._body, self._usage = options, body, Usage()
         self._logprobs = Logprobs(served.model) if body.logprobs else None
 

@@ -19,9 +19,9 @@ from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.errors import names_in_words
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of, on_body
 from tformer_serve.generation import Usage, pieces_of, results_of
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, context_of, on_body
 from tformer_serve.schemas.completions import NAMES, CompletionRequest
 from tformer_serve.schemas.openai_options import checked_options
 from tformer_serve.state import ServerState, State
@@ -33,9 +33,9 @@ router = APIRouter(route_class=BodyRoute)
 async def complete(body: CompletionRequest, request: Request, state: State) -> Response:
     """Complete one prompt or several."""
     with state.api_errors(NAMES):
-        served, exchange = state.models.named(body.model), exchange_of(request.scope)
-        prompts, options = await on_body(exchange, _read, served, body)
-        work = _Work(state, exchange, served, prompts, options, body)
+        served, context = state.models.named(body.model), context_of(request.scope)
+        prompts, options = await on_body(context, _read, served, body)
+        work = _Work(state, context, served, prompts, options, body)
         if body.stream:
             return EventStream(work.events(), lambda error: state.error_of(error, NAMES))
         return JSONResponse(await while_connected(request, work.whole()))
@@ -43,7 +43,7 @@ async def complete(body: CompletionRequest, request: Request, state: State) -> R
 
 def _read(served: ServedModel, body: CompletionRequest) -> tuple[list[Input], GenerationOptions]:
     """Return the prompts and the options of a body. Raise the errors of both."""
-    paths, manifest = served.abilities["paths"], served.model.manifest
+    paths, manifest = served.capabilities["paths"], served.model.manifest
     if "/v1/generate" in paths and "/v1/completions" not in paths:
         names = names_in_words([spec.name for spec in read_inputs(manifest)])
         raise UnsupportedCallError(f"this model reads {names}, not a prompt: send its input to /v1/generate")
@@ -57,14 +57,14 @@ class _Work:
     def __init__(
         self,
         state: ServerState,
-        exchange: Exchange,
+        context: RequestContext,
         served: ServedModel,
         prompts: Sequence[Input],
         options: GenerationOptions,
         body: CompletionRequest,
     ) -> None:
         self._usage, self._state, self._body = Usage(), state, body
-        self._arguments = state, exchange, served, prompts, options, self._usage
+        self._arguments = state, context, served, prompts, options, self._usage
         self._answer = new_answer("cmpl", "text_completion", served.name)
         self._count = options.num_return_sequences or 1
         self._logprobs = Logprobs(served.model) if body.logprobs is not None else None

@@ -18,7 +18,7 @@ from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import exchange_of
+from tformer_serve.request_context import context_of
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import EmbeddingRequest
 from tformer_serve.state import State
@@ -42,7 +42,7 @@ async def embed(body: EmbeddingRequest, request: Request, state: State) -> Respo
                 f"{MAX_ANSWER_NUMBERS:,}: set it to base64, or send fewer inputs",
                 option="encoding_format",
             )
-        work = single_pass_results(state, exchange_of(request.scope), served, call, inputs, "input")
+        work = single_pass_results(state, context_of(request.scope), served, call, inputs, "input")
         vectors, tokens = await while_connected(request, work)
 
     def make_body() -> dict[str, Any]:

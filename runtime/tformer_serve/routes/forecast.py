@@ -16,7 +16,7 @@ from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import results_of_inputs
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import exchange_of
+from tformer_serve.request_context import context_of
 from tformer_serve.schemas.forecast import ForecastRequest
 from tformer_serve.state import State
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=BodyRoute)
 async def forecast(body: ForecastRequest, request: Request, state: State) -> Response:
     """Continue histories."""
     with state.api_errors():
-        served, exchange = state.models.named(body.model), exchange_of(request.scope)
+        served, context = state.models.named(body.model), context_of(request.scope)
         forecaster = served.model.forecaster
         columns, steps = forecaster.series.names, forecaster.steps(body.horizon)
         count = steps * len(columns) * len(body.histories)
@@ -39,10 +39,10 @@ async def forecast(body: ForecastRequest, request: Request, state: State) -> Res
             )
 
         async def run(history: Any) -> npt.NDArray[np.float32]:
-            left = exchange.seconds_left()
+            left = context.seconds_left()
             return await served.aio.forecast(history, steps, left, truncate=bool(body.truncate))
 
-        work = results_of_inputs(exchange, served, run, body.histories, "histories")
+        work = results_of_inputs(context, served, run, body.histories, "histories")
         forecasts = await while_connected(request, work)
     answer = new_answer("forecast", "tformer.forecast", served.name)
 

@@ -19,9 +19,9 @@ from tformer_serve.answers import MAX_ANSWER_NUMBERS, finite, json_response, new
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.event_stream import EventStream, while_connected
-from tformer_serve.exchange import Exchange, exchange_of, on_body
 from tformer_serve.generation import Usage, checked_settings, open_generation
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, context_of, on_body
 from tformer_serve.schemas.generate import GenerateRequest
 from tformer_serve.state import ServerState, State
 
@@ -32,9 +32,9 @@ router = APIRouter(route_class=BodyRoute)
 async def generate(body: GenerateRequest, request: Request, state: State) -> Response:
     """Generate for one input."""
     with state.api_errors():
-        served, exchange = state.models.named(body.model), exchange_of(request.scope)
-        input, options = await on_body(exchange, _read, served, body)
-        arguments = state, exchange, served, input, options
+        served, context = state.models.named(body.model), context_of(request.scope)
+        input, options = await on_body(context, _read, served, body)
+        arguments = state, context, served, input, options
         if body.stream:
             return EventStream(_events(*arguments), state.error_of)
         return await while_connected(request, _whole(*arguments))
@@ -46,12 +46,12 @@ def _read(served: ServedModel, body: GenerateRequest) -> tuple[Input, Generation
 
 
 async def _whole(
-    state: ServerState, exchange: Exchange, served: ServedModel, input: Input, options: GenerationOptions
+    state: ServerState, context: RequestContext, served: ServedModel, input: Input, options: GenerationOptions
 ) -> Response:
     """Return the results."""
     answer, usage = new_answer("gen", "tformer.generation", served.name), Usage()
-    settings = await checked_settings(state, exchange, served, options)
-    async with open_generation(state, exchange, served, input, settings, in_pieces=False) as generation:
+    settings = await checked_settings(state, context, served, options)
+    async with open_generation(state, context, served, input, settings, in_pieces=False) as generation:
         first = await generation.result()
         usage.add(generation)
     results = (first, *first.alternatives)
@@ -80,13 +80,13 @@ def _checked_count(results: Sequence[Result]) -> int:
 
 
 async def _events(
-    state: ServerState, exchange: Exchange, served: ServedModel, input: Input, options: GenerationOptions
+    state: ServerState, context: RequestContext, served: ServedModel, input: Input, options: GenerationOptions
 ) -> AsyncGenerator[dict[str, Any]]:
     """Yield the pieces of the results, and at last their scores."""
     answer, usage = new_answer("gen", "tformer.generation.piece", served.name), Usage()
     with state.api_errors():
-        settings = await checked_settings(state, exchange, served, options)
-        async with open_generation(state, exchange, served, input, settings, in_pieces=True) as generation:
+        settings = await checked_settings(state, context, served, options)
+        async with open_generation(state, context, served, input, settings, in_pieces=True) as generation:
             for name in ("cross_attentions", "hidden_states"):
                 if getattr(options, name):
                     raise OptionError(f"{name} are in whole answers alone: leave out stream", option=name)

@@ -31,7 +31,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
     facts = {
         "task": manifest.task,
         "digest": served.files.digest,
-        **served.abilities,
+        **served.capabilities,
         "max_length": manifest.max_length,
         "max_batch_size": served.max_batch_size,
         "device": served.model.device,

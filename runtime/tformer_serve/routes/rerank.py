@@ -20,8 +20,8 @@ from tformer_serve.answers import MAX_LOOP_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import exchange_of
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import context_of
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import RerankRequest
 from tformer_serve.state import ServerState, State
@@ -58,7 +58,7 @@ async def _cosines(
     assert isinstance(call.task, Features)
     call.task.must_pool("a rank")
     inputs = [body.query, *body.documents]
-    work = single_pass_results(state, exchange_of(request.scope), served, call, inputs, "documents")
+    work = single_pass_results(state, context_of(request.scope), served, call, inputs, "documents")
     (query, *documents), tokens = await while_connected(request, work)
     return (cosines(query[None], np.stack(documents))[0].tolist() if documents else []), tokens
 
@@ -76,6 +76,6 @@ async def _scores_of_pairs(
             "call classify()"
         )
     pairs = [[body.query, document] for document in body.documents]
-    work = single_pass_results(state, exchange_of(request.scope), served, call, pairs, "documents")
+    work = single_pass_results(state, context_of(request.scope), served, call, pairs, "documents")
     results, tokens = await while_connected(request, work)
     return [result.score for result in results], tokens

@@ -16,7 +16,7 @@ from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import exchange_of
+from tformer_serve.request_context import context_of
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import SimilarityRequest
 from tformer_serve.state import State
@@ -39,7 +39,7 @@ async def compare(body: SimilarityRequest, request: Request, state: State) -> Re
                 f"inputs gives {count:,} cosines, and an answer has at most {MAX_ANSWER_NUMBERS:,}: send fewer",
                 option="inputs",
             )
-        work = single_pass_results(state, exchange_of(request.scope), served, call, inputs, field)
+        work = single_pass_results(state, context_of(request.scope), served, call, inputs, field)
         vectors, tokens = await while_connected(request, work)
     answer = new_answer("similarity", "tformer.similarity", served.name)
 

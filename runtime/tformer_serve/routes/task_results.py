@@ -14,8 +14,8 @@ from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_serve.answers import json_response, new_answer
 from tformer_serve.calls import single_pass_results
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import exchange_of, on_body
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import context_of, on_body
 from tformer_serve.schemas.single_pass import TaskRequest
 from tformer_serve.state import ServerState
 
@@ -32,7 +32,7 @@ async def single_pass_call(
 ) -> SinglePassCall:
     """Return a call with the settings of a body. Arguments and errors: see `Model.single_pass_call`."""
     make_call = partial(served.model.single_pass_call, kind=kind)
-    return await on_body(exchange_of(request.scope), make_call, verb, settings, bool(body.truncate), body.adapter)
+    return await on_body(context_of(request.scope), make_call, verb, settings, bool(body.truncate), body.adapter)
 
 
 async def respond_with_results(
@@ -48,7 +48,7 @@ async def respond_with_results(
 
     field: of the request that has the inputs. name: of the answer's kind.
     """
-    work = single_pass_results(state, exchange_of(request.scope), served, call, inputs, field)
+    work = single_pass_results(state, context_of(request.scope), served, call, inputs, field)
     results, tokens = await while_connected(request, work)
     answer = new_answer(name, f"tformer.{name}", served.name)
 

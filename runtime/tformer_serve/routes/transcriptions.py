@@ -18,8 +18,8 @@ from tformer_runtime.tasks import CtcRecognition, Segment, Transcription, is_spe
 from tformer_serve.answers import json_response
 from tformer_serve.errors import ApiError
 from tformer_serve.event_stream import while_connected
-from tformer_serve.exchange import Exchange, exchange_of, on_body, run_limited
 from tformer_serve.registry import ServedModel
+from tformer_serve.request_context import RequestContext, context_of, on_body, run_limited
 from tformer_serve.schemas.forms import read_form
 from tformer_serve.schemas.transcriptions import TranscriptionRequest
 from tformer_serve.state import State
@@ -38,16 +38,16 @@ _BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}
 @router.post("/v1/audio/transcriptions", openapi_extra={"requestBody": _BODY})
 async def transcribe(request: Request, state: State) -> Response:
     """Transcribe a sound."""
-    exchange = exchange_of(request.scope)
+    context = context_of(request.scope)
     with state.api_errors():
         content_type, content = request.headers.get("Content-Type", ""), await request.body()
-        body, sound = await on_body(exchange, _read, content_type, content)
+        body, sound = await on_body(context, _read, content_type, content)
         served = state.models.named(body.model)
         generates = is_speech_to_text(served.model.manifest)
         if not generates:  # refuses a model of another task
             served.model.single_pass_call("transcribe", kind=CtcRecognition)
         settings = body.settings(generates)
-        result, seconds = await while_connected(request, _transcription(exchange, served, sound, settings))
+        result, seconds = await while_connected(request, _transcription(context, served, sound, settings))
     segments = result.segments if generates else phrases(result.segments)
     if body.response_format in ("text", "srt", "vtt"):
         write = {"text": lambda _: f"{result.text}\n", "srt": srt, "vtt": vtt}[body.response_format]
@@ -59,15 +59,15 @@ async def transcribe(request: Request, state: State) -> Response:
 
 
 async def _transcription(
-    exchange: Exchange, served: ServedModel, sound: bytes, settings: dict[str, Any]
+    context: RequestContext, served: ServedModel, sound: bytes, settings: dict[str, Any]
 ) -> tuple[Transcription, float]:
     """Return the transcription of a sound, and the seconds of the sound."""
-    exchange.model = served.name
+    context.model = served.name
     named = audio_of(served.model.manifest)
     assert named is not None
     audio = named[1]
-    samples = await run_limited(None, exchange, audio.read, sound, MAX_SOUND_SAMPLES)
-    result = await served.aio.transcribe(samples, exchange.seconds_left(), **settings)
+    samples = await run_limited(None, context, audio.read, sound, MAX_SOUND_SAMPLES)
+    result = await served.aio.transcribe(samples, context.seconds_left(), **settings)
     return result, len(samples) / audio.sampling_rate
 
 

@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tformer_serve.errors import ApiError, ClientGoneError, full_memory_error
-from tformer_serve.exchange import MAX_LOOP_BYTES, exchange_of, path_of
 from tformer_serve.logs import log
+from tformer_serve.request_context import MAX_LOOP_BYTES, context_of, path_of
 
 _UPLOADS = "/v1/audio/"  # the paths of forms with a file
 _BODY_SECONDS = 60.0  # of a client that sends slowly
@@ -78,10 +78,10 @@ class BodyLimit:
 
     def _received_again(self, content: bytes, scope: Scope, receive: Receive) -> Receive:
         """Return a function that gives the body of a request at once."""
-        exchange_of(scope).body_bytes = len(content)
+        context_of(scope).body_bytes = len(content)
         body: bytes | None = content
         if self._logs_bodies and body and not _has_file(scope):
-            log("body", request_id=exchange_of(scope).id, body=body.decode("utf-8", "replace"))
+            log("body", request_id=context_of(scope).id, body=body.decode("utf-8", "replace"))
 
         async def receive_again() -> Message:
             """Return the body at the first call. Further calls wait until the client is gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tformer_export.verify.ruler import logit_differences, number_differences
+from tformer_export.verify.differences import logit_differences, number_differences
 
 LOGITS = np.array([[1.0, 2.0, 3.0, 0.0]])
 

@@ -35,7 +35,7 @@ _PATHS: dict[type[BaseTask], tuple[str, ...]] = {
 _PATHS_OF_VECTORS = ("/v1/embeddings", "/v1/similarity", "/v1/rerank")
 
 
-def abilities_of(manifest: Manifest) -> dict[str, Any]:
+def capabilities_of(manifest: Manifest) -> dict[str, Any]:
     """Return the paths that a model has, and facts for its form.
 
     reads: "text", "pictures", "sounds", "series" or "numbers".
@@ -66,12 +66,12 @@ def abilities_of(manifest: Manifest) -> dict[str, Any]:
     if manifest.decode is not None:
         return {"paths": [], "reads": "numbers"}
     task = task_of(manifest)
-    abilities: dict[str, Any] = {"paths": _paths_of_task(task), "reads": _kind_of_input(manifest)}
+    capabilities: dict[str, Any] = {"paths": _paths_of_task(task), "reads": _kind_of_input(manifest)}
     if isinstance(task, FillMask):
-        abilities["mask"] = task.mask_token
+        capabilities["mask"] = task.mask_token
     if isinstance(task, CtcRecognition):
-        abilities["times"] = "word"
-    return abilities
+        capabilities["times"] = "word"
+    return capabilities
 
 
 def missing_packages(manifest: Manifest) -> list[str]:

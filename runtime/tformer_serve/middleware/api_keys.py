@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tformer_runtime.base.errors import OptionError
 from tformer_serve.errors import ApiError
-from tformer_serve.exchange import path_of
+from tformer_serve.request_context import path_of
 
 _OPEN_PATHS = ("/health/live", "/health/ready", "/")  # of an orchestrator and of a browser, which have no key yet
 _OPEN_FOLDER = "/page/"  # the files of the page, which has a field for the key

@@ -15,10 +15,10 @@ import pytest
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 from support.toy_models import END_ID
 
-from tformer_serve.conduct import body_limit, request_scope
-from tformer_serve.conduct.admission import Admission
 from tformer_serve.errors import ApiError, ClientGoneError
 from tformer_serve.metrics import Metrics
+from tformer_serve.middleware import body_limit, request_scope
+from tformer_serve.middleware.admission import Admission
 
 LONG = {"model": "letters", "input": "hello", "suppress_tokens": [END_ID]}
 
@@ -234,7 +234,7 @@ def later(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now() + offset[0])
     for module in ("async_model", "decoding.scheduler", "decoding.worker_pool"):
         monkeypatch.setattr(f"tformer_runtime.{module}.time", clock)
-    monkeypatch.setattr("tformer_serve.exchange.time", clock)
+    monkeypatch.setattr("tformer_serve.request_context.time", clock)
 
     def move(seconds):
         offset[0] += seconds

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tformer_serve.exchange import Exchange
+from tformer_serve.request_context import RequestContext
 
 try:
     from opentelemetry import propagate, trace
@@ -21,7 +21,7 @@ except ImportError:
 
 
 @contextlib.contextmanager
-def request_span(exchange: Exchange, headers: Mapping[str, str]) -> Iterator[Any]:
+def request_span(context: RequestContext, headers: Mapping[str, str]) -> Iterator[Any]:
     """Make a span the current one in the block, as a part of the trace that the headers name. Yield it, or None.
 
     `describe` must be called with it at the end of the block.
@@ -29,8 +29,8 @@ def request_span(exchange: Exchange, headers: Mapping[str, str]) -> Iterator[Any
     if TRACER is None or _goes_nowhere(TRACER):
         yield None
         return
-    context = propagate.extract(headers)
-    with TRACER.start_as_current_span(exchange.method, context, trace.SpanKind.SERVER) as span:
+    parent = propagate.extract(headers)
+    with TRACER.start_as_current_span(context.method, parent, trace.SpanKind.SERVER) as span:
         yield span
 
 
@@ -40,22 +40,22 @@ def _goes_nowhere(tracer: trace.Tracer) -> bool:
     return isinstance(tracer, trace.ProxyTracer) and isinstance(provider, trace.ProxyTracerProvider)
 
 
-def describe(span: Any, exchange: Exchange, route: str) -> None:
+def describe(span: Any, context: RequestContext, route: str) -> None:
     """Give a span the facts of a request that ends, by the semantic conventions of HTTP and of generative models."""
     if span is None or not span.is_recording():
         return
-    span.update_name(f"{exchange.method} {route}")
+    span.update_name(f"{context.method} {route}")
     facts = {
-        "http.request.method": exchange.method,
+        "http.request.method": context.method,
         "http.route": route,
-        "http.response.status_code": exchange.status,
-        "gen_ai.request.model": exchange.model,
-        "gen_ai.usage.input_tokens": exchange.prompt_tokens or None,
-        "gen_ai.usage.output_tokens": exchange.completion_tokens or None,
-        "tformer.request_id": exchange.id,
+        "http.response.status_code": context.status,
+        "gen_ai.request.model": context.model,
+        "gen_ai.usage.input_tokens": context.prompt_tokens or None,
+        "gen_ai.usage.output_tokens": context.completion_tokens or None,
+        "tformer.request_id": context.id,
     }
-    if exchange.first_token_at is not None:
-        facts["gen_ai.server.time_to_first_token"] = exchange.first_token_at - exchange.started_at
+    if context.first_token_at is not None:
+        facts["gen_ai.server.time_to_first_token"] = context.first_token_at - context.started_at
     span.set_attributes({name: value for name, value in facts.items() if value is not None})
-    if exchange.status >= 500:
+    if context.status >= 500:
         span.set_status(trace.StatusCode.ERROR)

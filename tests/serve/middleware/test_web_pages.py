@@ -8,7 +8,7 @@ import pytest
 from support.servers import RunningServer
 
 from tformer_runtime.base.errors import OptionError
-from tformer_serve.conduct.web_pages import allowed_hosts
+from tformer_serve.middleware.web_pages import allowed_hosts
 
 LOOPBACK = ("127.0.0.1", "127.0.0.1")  # the host and the address of a server
 OWN = [

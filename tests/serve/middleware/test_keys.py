@@ -7,7 +7,7 @@ import pytest
 from support.servers import RunningServer
 
 from tformer_runtime.base.errors import OptionError
-from tformer_serve.conduct.api_keys import read_api_keys
+from tformer_serve.middleware.api_keys import read_api_keys
 
 BODY = {"model": "letters", "input": "a", "max_new_tokens": 2}
 

@@ -1,4 +1,4 @@
-"""`Exchange`: a request of HTTP and its response, for logs, metrics and the deadline."""
+"""`RequestContext`: a request of HTTP and its response, for logs, metrics and the deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Exchange:
+class RequestContext:
     """A request and its response. Times are by `time.monotonic`.
 
     id: of the client, or of this server.
@@ -59,10 +59,10 @@ class Exchange:
         scope[_KEY] = self
 
 
-def exchange_of(scope: MutableMapping[str, Any]) -> Exchange:
-    """Return the exchange of a scope of ASGI."""
-    exchange: Exchange = scope[_KEY]
-    return exchange
+def context_of(scope: MutableMapping[str, Any]) -> RequestContext:
+    """Return the context of a scope of ASGI."""
+    context: RequestContext = scope[_KEY]
+    return context
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
@@ -76,27 +76,27 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 def filler_of(scope: Mapping[str, object]) -> bytes:
     """Return the filler of a response that has begun."""
-    exchange = scope.get(_KEY)
-    return exchange.filler if isinstance(exchange, Exchange) else b""
+    context = scope.get(_KEY)
+    return context.filler if isinstance(context, RequestContext) else b""
 
 
-async def run_limited(executor: Executor | None, exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+async def run_limited(executor: Executor | None, context: RequestContext, work: Callable[..., T], *arguments: Any) -> T:
     """Return the result of work in another thread. Raise DeadlineError if it takes longer than the request may.
 
     executor: has the thread; None for one of the event loop's.
     """
     try:
-        async with asyncio.timeout(exchange.seconds_left()):
+        async with asyncio.timeout(context.seconds_left()):
             return await asyncio.get_running_loop().run_in_executor(executor, work, *arguments)
     except TimeoutError:
         raise DeadlineError(DEADLINE_MESSAGE) from None
 
 
-async def on_body(exchange: Exchange, work: Callable[..., T], *arguments: Any) -> T:
+async def on_body(context: RequestContext, work: Callable[..., T], *arguments: Any) -> T:
     """Return the result of work on a body: at once for a small one, from another thread for a large one.
 
     The event loop serves others meanwhile, but for the moments that a single call into C takes.
     """
-    if exchange.body_bytes <= MAX_LOOP_BYTES:
+    if context.body_bytes <= MAX_LOOP_BYTES:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)

@@ -13,7 +13,6 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tformer_serve.conduct.tracing import describe, request_span
 from tformer_serve.errors import (
     CLIENT_GONE_STATUS,
     ApiError,
@@ -23,9 +22,10 @@ from tformer_serve.errors import (
     send_error,
     unforeseen_error,
 )
-from tformer_serve.exchange import Exchange
 from tformer_serve.logs import log
 from tformer_serve.metrics import Metrics
+from tformer_serve.middleware.tracing import describe, request_span
+from tformer_serve.request_context import RequestContext
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SEND_SECONDS = 60.0  # in which a client has to read what was sent
@@ -45,42 +45,44 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = Exchange(_request_id(headers), scope["method"], scope["path"])
-        exchange.put_into(scope)
+        context = RequestContext(_request_id(headers), scope["method"], scope["path"])
+        context.put_into(scope)
 
         with _Reader(send) as reader:
 
             async def send_with_id(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    exchange.status = message["status"]
-                    MutableHeaders(scope=message)["X-Request-Id"] = exchange.id
+                    context.status = message["status"]
+                    MutableHeaders(scope=message)["X-Request-Id"] = context.id
                 await reader.send(message)
 
-            if exchange.path in _QUIET:
-                await self._answer(exchange, headers, scope, receive, send_with_id)
+            if context.path in _QUIET:
+                await self._answer(context, headers, scope, receive, send_with_id)
                 return
-            with request_span(exchange, headers) as span:
+            with request_span(context, headers) as span:
                 try:
-                    await self._answer(exchange, headers, scope, receive, send_with_id)
+                    await self._answer(context, headers, scope, receive, send_with_id)
                 finally:
-                    describe(span, exchange, _route(scope))
+                    describe(span, context, _route(scope))
 
-    async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, context: RequestContext, headers: Headers, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         try:
-            exchange.deadline_at = self._deadline_at(exchange, headers)
+            context.deadline_at = self._deadline_at(context, headers)
             await self._app(scope, receive, send)
         except ClientGoneError as error:
-            exchange.status = CLIENT_GONE_STATUS
+            context.status = CLIENT_GONE_STATUS
             drop_traceback(error)
         except Exception as error:
-            await self._fail(exchange, error, send)
+            await self._fail(context, error, send)
             drop_traceback(error)
         finally:
-            self._metrics.add_request(exchange, _route(scope))
-            if exchange.path not in _QUIET or exchange.status >= 400:
-                _log_end(exchange)
+            self._metrics.add_request(context, _route(scope))
+            if context.path not in _QUIET or context.status >= 400:
+                _log_end(context)
 
-    def _deadline_at(self, exchange: Exchange, headers: Headers) -> float | None:
+    def _deadline_at(self, context: RequestContext, headers: Headers) -> float | None:
         """Return the time of the deadline: the earlier one of the server's and the client's."""
         text, seconds = headers.get("X-Request-Timeout"), self._timeout
         if text is not None:
@@ -92,17 +94,17 @@ class RequestScope:
                 message = f"X-Request-Timeout must be a number of seconds of more than 0, not {text[:100]!r}"
                 raise ApiError(400, message, "invalid_header", "X-Request-Timeout")
             seconds = asked if seconds is None else min(asked, seconds)
-        return None if seconds is None else exchange.started_at + seconds
+        return None if seconds is None else context.started_at + seconds
 
     @staticmethod
-    async def _fail(exchange: Exchange, error: Exception, send: Send) -> None:
+    async def _fail(context: RequestContext, error: Exception, send: Send) -> None:
         """Answer an error. A response that has begun ends instead, so that its client sees that it is not whole."""
         answer = api_error_of(error)
         if answer is None:
-            log("error", logging.ERROR, error, request_id=exchange.id, path=exchange.path, model=exchange.model)
-            answer = unforeseen_error(exchange.id)
-        if exchange.status:
-            exchange.status = answer.status
+            log("error", logging.ERROR, error, request_id=context.id, path=context.path, model=context.model)
+            answer = unforeseen_error(context.id)
+        if context.status:
+            context.status = answer.status
             raise error
         await send_error(send, answer)
 
@@ -157,15 +159,15 @@ def _route(scope: MutableMapping[str, Any]) -> str:
     return getattr(scope.get("route"), "path", "other")
 
 
-def _log_end(exchange: Exchange) -> None:
+def _log_end(context: RequestContext) -> None:
     log(
         "request",
-        request_id=exchange.id,
-        method=exchange.method,
-        path=exchange.path,
-        status=exchange.status,
-        seconds=round(time.monotonic() - exchange.started_at, 6),
-        model=exchange.model,
-        prompt_tokens=exchange.prompt_tokens or None,
-        completion_tokens=exchange.completion_tokens or None,
+        request_id=context.id,
+        method=context.method,
+        path=context.path,
+        status=context.status,
+        seconds=round(time.monotonic() - context.started_at, 6),
+        model=context.model,
+        prompt_tokens=context.prompt_tokens or None,
+        completion_tokens=context.completion_tokens or None,
     )

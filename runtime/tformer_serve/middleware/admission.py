@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tformer_serve.conduct.api_keys import ADMIN_FOLDER
 from tformer_serve.errors import ApiError, full_error, stopping_error
-from tformer_serve.exchange import path_of
+from tformer_serve.middleware.api_keys import ADMIN_FOLDER
+from tformer_serve.request_context import path_of
 
 _SHARE_OF_LATEST = 0.1  # in the mean of times
 
