@@ -1,4 +1,4 @@
-"""The ruler by which results are compared: the difference of each number in units of what it may change.
+"""The differences of results, each in units of the change that is allowed for its number.
 
 A logit's unit is the spread of those that can be chosen at its position, as softmax sees them, in nats. An id that the
 model hides with −1e9 does not make the unit longer, and no position has that of another. Other numbers are measured by
