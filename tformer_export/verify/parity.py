@@ -5,8 +5,8 @@ traced, and compares every row's logits with the source model's on that row alon
 the source's two best tokens differ by more than the error, the file must choose the same token.
 
 Allowed: max |Δlogit| ≤ 1e-3 of its unit (`tformer_export.verify.differences`): of the spread of the logits that can be
-    chosen at its position. Float32 kernels that sum in another order differ by about depth · 2⁻²⁴ of the summed values, 1e-6
-    to 1e-5 of the spread; a missing position or a wrong mask by 1e-2 and more.
+    chosen at its position. Float32 kernels that sum in another order differ by about depth · 2⁻²⁴ of the summed values,
+    1e-6 to 1e-5 of the spread; a missing position or a wrong mask by 1e-2 and more.
 
 A file in half precision is compared twice: before its numbers are rounded, as above, which proves its computation, and
 after, which measures its accuracy. Then more is allowed, see `ParityGate.sensitivity`.
