@@ -65,8 +65,10 @@ class Logprobs:
 
     def _token(self, id_: int, logprob: float) -> dict[str, Any]:
         text = self._text(id_)
-        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text of its own
-        return {"token": text, "logprob": finite(logprob), "bytes": known}
+        known: bytes | None = text.encode()
+        if "\ufffd" in text and self._codec is not None:  # a part of a character: clients join the bytes of its tokens
+            known = self._codec.token_bytes(id_)
+        return {"token": text, "logprob": finite(logprob), "bytes": None if known is None else list(known)}
 
     def _text(self, id_: int) -> str:
         """Return the text of an id alone; the token of one without a text, and the id without a tokenizer."""

@@ -88,6 +88,17 @@ class Codec:
         """Return the token of an id in the vocabulary; the id if it is unknown."""
         return str(self._tokenizer.id_to_token(id_) or id_)
 
+    def token_bytes(self, id_: int) -> bytes | None:
+        """Return the bytes of an id alone, also of one that is a part of a character; None if they are unknown."""
+        text = self.decode([id_])
+        if _ByteFallbackStep.BROKEN not in text:
+            return text.encode()
+        token, kinds = self.token(id_), json.dumps(self._decoder)
+        if '"ByteLevel"' in kinds and all(character in _ALPHABET for character in token):
+            return bytes(_ALPHABET[character] for character in token)
+        byte = _ByteFallbackStep.BYTE.fullmatch(token) if '"ByteFallback"' in kinds else None
+        return bytes([int(byte[1], 16)]) if byte else None
+
     def piece(self, id_: int) -> str | None:
         """Return the input of the decoder for an id; None for a special token and an unknown id."""
         return None if id_ in self._special else self._tokenizer.id_to_token(id_)
@@ -359,8 +370,8 @@ class _ByteFallbackStep:
     A run of bytes that is not UTF-8 becomes one � per byte, also for its valid bytes.
     """
 
-    _BYTE = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # the number parser of Rust accepts a plus sign
-    _BROKEN = "\N{REPLACEMENT CHARACTER}"
+    BYTE = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")  # the number parser of Rust accepts a plus sign
+    BROKEN = "\N{REPLACEMENT CHARACTER}"
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -368,7 +379,7 @@ class _ByteFallbackStep:
         self._broken = False  # whether the run is not UTF-8
 
     def push(self, piece: str) -> list[str]:
-        byte = self._BYTE.fullmatch(piece)
+        byte = self.BYTE.fullmatch(piece)
         if byte is None:
             return [*self.finish(), piece]
         self._run.append(int(byte[1], 16))
@@ -390,7 +401,7 @@ class _ByteFallbackStep:
         return [text] if text else []
 
     def _all_broken(self) -> list[str]:
-        broken = [self._BROKEN] * len(self._run)
+        broken = [self.BROKEN] * len(self._run)
         self._run.clear()
         return broken
 

@@ -379,3 +379,15 @@ def test_text_before_stop_ends_at_the_first_stop_string():
     assert text_before_stop("abcdef", ("de", "bc")) == "a"
     assert text_before_stop("abc", ("x",)) is None
     assert text_before_stop("abc", ()) is None
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_bytes_of_tokens_join_to_the_characters_of_which_they_are_parts(kind):
+    fallback = kind == "ByteFallback"
+    names = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else BYTES
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=fallback))
+    tokenizer.pre_tokenizer = None if fallback else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteFallback() if fallback else decoders.ByteLevel()
+    codec = Codec(tokenizer.to_str())
+    text = "a 中😀"
+    assert b"".join(codec.token_bytes(id_) for id_ in tokenizer.encode(text).ids).decode() == text
