@@ -65,9 +65,8 @@ class Logprobs:
 
     def _token(self, id_: int, logprob: float) -> dict[str, Any]:
         text = self._text(id_)
-        known: bytes | None = text.encode()
-        if "\ufffd" in text and self._codec is not None:  # a part of a character: clients join the bytes of its tokens
-            known = self._codec.token_bytes(id_)
+        # Clients join the bytes to the text of the answer. A special token has none.
+        known = text.encode() if self._codec is None else self._codec.token_bytes(id_)
         return {"token": text, "logprob": finite(logprob), "bytes": None if known is None else list(known)}
 
     def _text(self, id_: int) -> str:
