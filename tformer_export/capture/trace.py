@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -60,6 +61,22 @@ from tformer_export.common.source_lines import line_of_error, users_name
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_runtime.base.errors import TformerError, UnsupportedModelError
 
+
+def _logaddexp(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    difference = torch.where(one == other, 0.0, one - other)  # equal infinities have none
+    return torch.maximum(one, other) + torch.log1p(torch.exp(-difference.abs()))
+
+
+def _log_ndtr(x: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the normal distribution function; below -2.5 by Laplace's continued fraction."""
+    low = torch.clamp(-x, min=2.5)
+    fraction = low
+    for number in range(16, 0, -1):
+        fraction = low + number / fraction
+    below = -low * low / 2 - torch.log(fraction) - math.log(2 * math.pi) / 2
+    return torch.where(x < -2.5, below, torch.log((1 + torch.erf(torch.clamp(x, min=-2.5) * 0.5**0.5)) / 2))
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {  # into operations that torch.onnx supports, or that torch keeps
     aten.__and__.Tensor: torch.bitwise_and,
     aten.__and__.Scalar: torch.bitwise_and,
@@ -73,6 +90,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {  # into operations that torch.
     aten.amin.default: lambda x, dim=(), keepdim=False: NotImplemented if dim else x.amin([*range(x.dim())], keepdim),
     # torch's sign of NaN is 0, and onnxruntime's is NaN.
     aten.sign.default: lambda x: (x > 0).to(x.dtype) - (x < 0).to(x.dtype) if x.is_floating_point() else NotImplemented,
+    # The forms of torch.onnx overflow.
+    aten.log_sigmoid.default: lambda x: torch.clamp(x, max=0) - torch.log1p(torch.exp(-x.abs())),
+    aten.logaddexp.default: _logaddexp,
+    aten.special_log_ndtr.default: _log_ndtr,
     aten.adaptive_avg_pool1d.default: lambda x, size: x.mean(-1, keepdim=True) if [*size] == [1] else NotImplemented,
 }
 
