@@ -6,8 +6,10 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,6 +89,7 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors = dict(tensors_of(module))
         self._copies: dict[str, torch.Tensor] = {}
         self._storages = {_storage(tensor) for tensor in self._tensors.values()}
+        self.operations = 0  # that were called
 
     def __enter__(self) -> Any:
         PlainTorch().__enter__()
@@ -103,6 +106,7 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.operations += 1
         if isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
             for position, argument in enumerate(operation._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -117,14 +121,47 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def restored(module: nn.Module, changed: list[str] | None = None) -> Iterator[None]:
+def restored(module: nn.Module, changed: list[str] | None = None) -> Iterator[WriteUndo]:
     """Run code of a module for its results alone: its state and torch's random numbers are as before afterwards.
 
     changed: gets the names of the tensors that the code wrote into.
     """
     undo = WriteUndo(module, [] if changed is None else changed)
     with torch.no_grad(), unchanged(module), undo, torch.random.fork_rng(devices=[]):
-        yield
+        yield undo
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A run of forward that may fail.
+
+    outputs: the outputs; None if it failed. operations: the number of operations that were called. lines: the numbers
+    of the lines at which it failed, of each frame.
+    """
+
+    outputs: tuple[Any, ...] | None
+    operations: int
+    lines: tuple[int | None, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        return self.outputs is not None
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first output, if it is a tensor."""
+        output = self.outputs[0] if self.outputs else None
+        return output if isinstance(output, torch.Tensor) else None
+
+
+def attempt(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Attempt:
+    """Run forward on copies of the inputs. The state of the module is restored."""
+    with restored(module) as undo:
+        try:
+            outputs = module(*(value.clone() for value in inputs.values()))
+        except Exception as error:  # the user's code may raise anything
+            return Attempt(None, undo.operations, tuple(f.lineno for f in traceback.extract_tb(error.__traceback__)))
+        return Attempt(tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,), undo.operations)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
