@@ -19,6 +19,7 @@ from tformer_export.analysis.determinism import (
     refuse_kept_state,
     refuse_random,
     refuse_random_module,
+    refuse_scaled_weights,
     rehearse,
     warm_up,
 )
@@ -103,6 +104,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         if error.__cause__ is not None:  # of torch.export, which does not say that something is kept
             refuse_kept_state(source)
         raise
+    refuse_scaled_weights(source)
     place_by_count(graph)
     refuse_half(graph)
     refuse_random(graph, rehearse(source))

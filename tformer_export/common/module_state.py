@@ -27,14 +27,15 @@ MAX_KERNEL_ROUNDING = 1e-4  # of the largest value: kernels round by less, and r
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Restore buffers and attributes afterwards. The yielded list then has the names that changed."""
+    """Restore buffers, attributes and scaled embeddings afterwards. The yielded list then names those that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
     values = [
         value for _, previous in attributes.values() for key, value in previous.items() if key not in _MODULE_ATTRIBUTES
     ]
     containers = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
     objects = [(value, dict(vars(value))) for value in values if _is_plain_object(value)]
-    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
+    written = {**dict(module.named_buffers()), **{name: part.weight for name, part in scaled_embeddings(module)}}
+    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in written.items()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
     try:
@@ -60,6 +61,12 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
         for value, content in objects:
             _refill(vars(value), content)
         changed[:] = [users_name(name) for name in changed]
+
+
+def scaled_embeddings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the embeddings with `max_norm` by name. Their forward scales the rows that it reads, in place."""
+    parts = module.named_modules()
+    return [(n, p) for n, p in parts if isinstance(p, (nn.Embedding, nn.EmbeddingBag)) and p.max_norm is not None]
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -308,4 +315,5 @@ def _flex_attention(
     scores = score_mod(query @ key.transpose(-2, -1) * scale, *places, *score_mod_other_buffers)
     if keep is not None:
         scores = torch.where(keep, scores, -torch.inf)
-    return scores.softmax(-1) @ value, None, None
+    weights = scores.softmax(-1).masked_fill(scores == -torch.inf, 0.0)  # a row of −∞ alone gets zeros, not NaN
+    return weights @ value, None, None
