@@ -29,6 +29,7 @@ from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.analysis.series import make_series_preprocessor
 from tformer_export.capture.trace import CapturedGraph
+from tformer_export.common.example_sizes import Axis
 from tformer_export.common.fx_nodes import describe_node, expression, meta
 from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
@@ -371,7 +372,7 @@ def lower_model(analysed: AnalysedModel, staged: StagedModel, target: Target) ->
         if program is None:
             return None
         grouped += target.lower(program.module)
-        return to_onnx(program, limit, analysed.source.min_drawn_length, least)
+        return to_onnx(program, limit, analysed.source.min_drawn_length, least, _no_longer_than(analysed))
 
     models = lower(staged.encode), lower(staged.decode)
     return LoweredModel(staged, models, {**staged.counts, "grouped": grouped})
@@ -394,10 +395,8 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.inputs,
         max_length=staged.max_length,
         target=analysed.target,
-        min_lengths={
-            str(axis_names(graph, meta(graph.inputs[name]))[axis]): least
-            for (name, axis), least in graph.needed.items()
-        },
+        min_lengths={_axis_name(graph, axis): least for axis, least in graph.needed.items()},
+        no_longer_than=_no_longer_than(analysed),
         shares_context=passes.get("shared_encoder_context", 0) > 0,
         series=series,
     )
@@ -418,6 +417,20 @@ def assemble_model(analysed: AnalysedModel, lowered: LoweredModel, target: Targe
         analysed.recognition.others,
         f"limited by {line}" if line else cause,
     )
+
+
+def _no_longer_than(analysed: AnalysedModel) -> dict[str, list[str]]:
+    """Return name of a free axis → those along which a row is no shorter."""
+    found: dict[str, list[str]] = {}
+    for pair in analysed.source.length_order:
+        one, other = (_axis_name(analysed.graph, axis) for axis in pair)
+        if other not in found.setdefault(one, []):
+            found[one].append(other)
+    return found
+
+
+def _axis_name(graph: CapturedGraph, axis: Axis) -> str:
+    return str(axis_names(graph, meta(graph.inputs[axis[0]]))[axis[1]])
 
 
 def _length_cause(analysed: AnalysedModel, max_length: int) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import sympy
@@ -13,6 +13,7 @@ from torch.fx import Node
 from tformer_export.analysis.binding_time import Level, binding_times, padding_tests
 from tformer_export.analysis.interpreter import Constants
 from tformer_export.capture.trace import IDS, CapturedGraph, count_ids, vocabulary_size
+from tformer_export.common.example_sizes import Axis
 from tformer_export.common.fx_nodes import expression, meta
 from tformer_export.sources import Source
 from tformer_runtime.format.manifest import ADAPTER_INPUT
@@ -34,6 +35,7 @@ class InputFacts:
     tests_pad: whether forward itself asks which ids are the padding.
     min_length: the least length at which forward runs.
     traced_length: the length in the trace. Inputs whose lengths have to be equal have one, and others have another.
+    no_longer_than: the inputs whose lengths this one's may not exceed.
     """
 
     ids: int | None
@@ -45,6 +47,7 @@ class InputFacts:
     table_length: int | None = None
     min_length: int = 1
     traced_length: int | None = None
+    no_longer_than: tuple[str, ...] = ()
 
 
 def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, InputFacts]:
@@ -68,7 +71,7 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
         has_mask = any(mask.of == name for mask in source.masks.values())
         limit = None
         if name != captured.step_name and meta(node).dim() > 1:
-            limit = _limit(captured, level, name)
+            limit = _limit(captured, level, name, source.length_order)
         table_length = limit
         if captured.step_name is None and source.max_length is not None:
             limit = min(limit or source.max_length, source.max_length)
@@ -82,14 +85,19 @@ def find_input_facts(captured: CapturedGraph, source: Source) -> dict[str, Input
             tests_pad=pad in tested_ids,
             min_length=captured.needed.get((name, 1), 1),
             traced_length=captured.example[name].shape[1] if meta(node).dim() > 1 else None,
+            no_longer_than=tuple(of for one, (of, axis) in source.length_order if one == (name, 1) and axis == 1),
         )
     for name, of in source.token_types.items():  # they are padded like the ids to which they belong
         facts[name] = replace(facts[name], pad=0, masked=facts[of].masked, max_length=facts[of].max_length)
     return facts
 
 
-def _limit(captured: CapturedGraph, level: Mapping[Node, Level], name: str) -> int | None:
+def _limit(
+    captured: CapturedGraph, level: Mapping[Node, Level], name: str, order: Iterable[tuple[Axis, Axis]]
+) -> int | None:
     """Return the greatest length for which the graph's constants exist, such as a table of source positions.
+
+    order: as of `Source`. Lengths that forward needs no shorter are then as long.
 
     Positions that are counted from tokens other than padding are constants for rows without padding.
     """
@@ -108,13 +116,16 @@ def _limit(captured: CapturedGraph, level: Mapping[Node, Level], name: str) -> i
     ]
     constants = Constants(captured, level, fills)
     symbols = {s for n in captured.inputs.values() for d in meta(n).shape for s in expression(d).free_symbols}
+    longer = [expression(meta(captured.inputs[of]).shape[axis]) for one, (of, axis) in order if one == (name, 1)]
 
     def works(length: int) -> bool:
+        sizes = {**dict.fromkeys(symbols, 2), **dict.fromkeys((symbol, *longer), length)}
         try:
-            values = constants.at(sized, {**dict.fromkeys(symbols, 2), symbol: length})
+            values = constants.at(sized, sizes)
         except (RuntimeError, IndexError):
             return False
-        return all(values[n].shape[_axis(n, symbol)] == _size(n, symbol, length) for n in sized)
+        shapes = ((values[n].shape, meta(n).shape, _axis(n, symbol)) for n in sized)
+        return all(own[axis] == expression(traced[axis]).subs(sizes) for own, traced, axis in shapes)
 
     max_length = min(traced or MAX_PROBED_LENGTH, MAX_PROBED_LENGTH)
     if works(max_length):
@@ -135,8 +146,3 @@ def _with_constants(captured: CapturedGraph, level: Mapping[Node, Level], added:
 
 def _axis(node: Node, symbol: sympy.Symbol) -> int:
     return next(i for i, d in enumerate(meta(node).shape) if symbol in expression(d).free_symbols)
-
-
-def _size(node: Node, symbol: sympy.Symbol, length: int) -> int:
-    size = expression(meta(node).shape[_axis(node, symbol)])
-    return int(size.subs({s: length if s == symbol else 2 for s in size.free_symbols}))

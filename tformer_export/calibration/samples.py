@@ -286,7 +286,8 @@ class _Reader:
         source, target = self._parsed(line)
         request, tokens, start, is_cut = self._read(source)
         if self.manifest.encode is not None and not self.manifest.takes_prompt:
-            padded_request_arrays(self.manifest.encode.inputs, {name: [value] for name, value in request.items()}, 1)
+            encode, rows = self.manifest.encode, {name: [value] for name, value in request.items()}
+            padded_request_arrays(encode.inputs, rows, 1, encode=encode)
         if self.step is None:
             return replace(single_pass_sample(request), is_cut=is_cut)
         scored = max(start, 1)

@@ -6,8 +6,10 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +27,15 @@ MAX_KERNEL_ROUNDING = 1e-4  # of the largest value: kernels round by less, and r
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[list[str]]:
-    """Restore buffers and attributes afterwards. The yielded list then has the names that changed."""
+    """Restore buffers, attributes and scaled embeddings afterwards. The yielded list then names those that changed."""
     attributes = {name: (part, dict(vars(part))) for name, part in module.named_modules()}
     values = [
         value for _, previous in attributes.values() for key, value in previous.items() if key not in _MODULE_ATTRIBUTES
     ]
     containers = [(value, copy.copy(value)) for value in values if isinstance(value, (dict, list, set))]
     objects = [(value, dict(vars(value))) for value in values if _is_plain_object(value)]
-    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in module.named_buffers()}
+    written = {**dict(module.named_buffers()), **{name: part.weight for name, part in scaled_embeddings(module)}}
+    numbers = {name: (tensor, tensor.detach().clone()) for name, tensor in written.items()}
     buffers = {name: (part, dict(part._buffers)) for name, part in module.named_modules()}
     changed: list[str] = []
     try:
@@ -58,6 +61,12 @@ def unchanged(module: nn.Module) -> Iterator[list[str]]:
         for value, content in objects:
             _refill(vars(value), content)
         changed[:] = [users_name(name) for name in changed]
+
+
+def scaled_embeddings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the embeddings with `max_norm` by name. Their forward scales the rows that it reads, in place."""
+    parts = module.named_modules()
+    return [(n, p) for n, p in parts if isinstance(p, (nn.Embedding, nn.EmbeddingBag)) and p.max_norm is not None]
 
 
 def _is_plain_object(value: Any) -> bool:
@@ -87,6 +96,7 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors = dict(tensors_of(module))
         self._copies: dict[str, torch.Tensor] = {}
         self._storages = {_storage(tensor) for tensor in self._tensors.values()}
+        self.operations = 0  # that were called
 
     def __enter__(self) -> Any:
         PlainTorch().__enter__()
@@ -103,6 +113,7 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.operations += 1
         if isinstance(operation, torch._ops.OpOverload) and operation._schema.is_mutable:
             for position, argument in enumerate(operation._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -117,14 +128,47 @@ class WriteUndo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def restored(module: nn.Module, changed: list[str] | None = None) -> Iterator[None]:
+def restored(module: nn.Module, changed: list[str] | None = None) -> Iterator[WriteUndo]:
     """Run code of a module for its results alone: its state and torch's random numbers are as before afterwards.
 
     changed: gets the names of the tensors that the code wrote into.
     """
     undo = WriteUndo(module, [] if changed is None else changed)
     with torch.no_grad(), unchanged(module), undo, torch.random.fork_rng(devices=[]):
-        yield
+        yield undo
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A run of forward that may fail.
+
+    outputs: the outputs; None if it failed. operations: the number of operations that were called. lines: the numbers
+    of the lines at which it failed, of each frame.
+    """
+
+    outputs: tuple[Any, ...] | None
+    operations: int
+    lines: tuple[int | None, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        return self.outputs is not None
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first output, if it is a tensor."""
+        output = self.outputs[0] if self.outputs else None
+        return output if isinstance(output, torch.Tensor) else None
+
+
+def attempt(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Attempt:
+    """Run forward on copies of the inputs. The state of the module is restored."""
+    with restored(module) as undo:
+        try:
+            outputs = module(*(value.clone() for value in inputs.values()))
+        except Exception as error:  # the user's code may raise anything
+            return Attempt(None, undo.operations, tuple(f.lineno for f in traceback.extract_tb(error.__traceback__)))
+        return Attempt(tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,), undo.operations)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -271,4 +315,5 @@ def _flex_attention(
     scores = score_mod(query @ key.transpose(-2, -1) * scale, *places, *score_mod_other_buffers)
     if keep is not None:
         scores = torch.where(keep, scores, -torch.inf)
-    return scores.softmax(-1) @ value, None, None
+    weights = scores.softmax(-1).masked_fill(scores == -torch.inf, 0.0)  # a row of −∞ alone gets zeros, not NaN
+    return weights @ value, None, None

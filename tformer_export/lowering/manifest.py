@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -41,19 +41,21 @@ def describe(
     max_length: int,
     target: str,
     min_lengths: Mapping[str, int],
+    no_longer_than: Mapping[str, Sequence[str]],
     shares_context: bool = False,
     series: SeriesPreprocessor | None = None,
 ) -> Manifest:
     """Return the manifest, except for quantisation and parity, which are known later.
 
     min_lengths: name of a free axis → the least length of a row there, where it is more than 1.
+    no_longer_than: name of a free axis → those along which a row is no shorter.
     """
     texts = list(dict.fromkeys(source.tokenizers.values()))
     return Manifest(
         task=source.task,
         output_meaning=source.output_meaning,
         max_length=max_length,
-        encode=_encode(source, encode, inputs, min_lengths) if encode else None,
+        encode=_encode(source, encode, inputs, min_lengths, no_longer_than) if encode else None,
         decode=_decode(decode, inputs, shares_context, source.special_tokens) if decode else None,
         special_tokens=source.special_tokens,
         tokenizers=tuple(texts),
@@ -88,7 +90,11 @@ def with_half_precision(manifest: Manifest, model: ir.Model, precision: str) -> 
 
 
 def _encode(
-    source: Source, program: Program, inputs: Mapping[str, InputFacts], min_lengths: Mapping[str, int]
+    source: Source,
+    program: Program,
+    inputs: Mapping[str, InputFacts],
+    min_lengths: Mapping[str, int],
+    no_longer_than: Mapping[str, Sequence[str]],
 ) -> EncodeStage:
     """Describe the encode stage: its inputs with their roles and padding, and its outputs."""
     request_inputs = []
@@ -114,6 +120,7 @@ def _encode(
         ragged=can_be_cropped and all(is_masked),
         derived_lengths=program.derived_lengths,
         min_lengths={axis: size for axis, size in min_lengths.items() if axis in known_axes},
+        no_longer_than={axis: (*others,) for axis, others in no_longer_than.items() if axis in known_axes},
     )
 
 

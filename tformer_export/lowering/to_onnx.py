@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from graphlib import TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,18 @@ OPSET = 24  # the first with TensorScatter
 
 
 def to_onnx(
-    program: Program, limit: int | None = None, min_length: int = 0, least: Mapping[str, int] | None = None
+    program: Program,
+    limit: int | None = None,
+    min_length: int = 0,
+    least: Mapping[str, int] | None = None,
+    no_longer_than: Mapping[str, Sequence[str]] | None = None,
 ) -> ir.Model:
     """Trace the program and translate it. The weights stay the program's own.
 
     limit: the maximum length of the request inputs.
     min_length: as `min_drawn_length` of `Source`.
     least: free axis → the least size at which the program goes the way of the traced one.
+    no_longer_than: free axis → those along which the program needs it no longer.
     Cost: that of torch.onnx, some seconds.
 
     Raises UnsupportedModelError for operations that torch.onnx cannot translate.
@@ -54,10 +60,14 @@ def to_onnx(
         for n in (7, 9, 13, 6, 4, 10, 8, *range(17, 1000, 2))
         if limit is None or n <= limit
     )
-    for port in program.inputs:
-        for axis in port.shape:
-            if isinstance(axis, str) and axis not in sizes:
-                sizes[axis] = next(free, 2) + (least or {}).get(axis, 0)
+    axes = dict.fromkeys(axis for port in program.inputs for axis in port.shape if isinstance(axis, str))
+    lengths = {axis: next(free, 2) + (least or {}).get(axis, 0) for axis in axes if axis not in sizes}
+    if no_longer_than:
+        order = {axis: [other for other in no_longer_than.get(axis, ()) if other in lengths] for axis in lengths}
+        lengths = dict(
+            zip(TopologicalSorter(order).static_order(), sorted(lengths.values(), reverse=True), strict=True)
+        )
+    sizes |= lengths
     dynamic = tuple(
         {i: torch.export.Dim.DYNAMIC for i, axis in enumerate(port.shape) if isinstance(axis, str)}
         for port in program.inputs

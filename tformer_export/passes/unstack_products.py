@@ -31,18 +31,26 @@ Size = int | ir.SymbolicDim | None
 
 
 def run(model: ir.Model) -> int:
-    """Replace them in place, and return how many products with a stack there were. Linear in the number of nodes.
+    """Replace them in place, and return how many products with a stack were replaced. Linear in the number of nodes.
 
-    Nodes that nothing reads any more stay in the graph.
+    A stack that is read in another way too, such as by Gather, stays, so that the file holds its numbers once. Nodes
+    that nothing reads any more stay in the graph.
     """
-    count = 0
-    for graph in (model.graph, *model.graph.subgraphs()):
-        for node in list(graph):
-            product = _StackedProduct.find(model, node)
-            if product is not None:
-                product.rewrite()
-                count += 1
-    return count
+    nodes = [node for graph in (model.graph, *model.graph.subgraphs()) for node in graph]
+    by_stack: dict[ir.Value, list[_StackedProduct]] = {}
+    for node in nodes:
+        product = _StackedProduct.find(model, node)
+        if product is not None:
+            by_stack.setdefault(product.weight, []).append(product)
+    replaced = [
+        product
+        for weight, products in by_stack.items()
+        if len(products) == len(weight.uses()) and len({product.matrices for product in products}) == 1
+        for product in products
+    ]
+    for product in replaced:
+        product.rewrite()
+    return len(replaced)
 
 
 class _StackedProduct:
@@ -86,6 +94,11 @@ class _StackedProduct:
     def _own_axes(self) -> list[int]:
         """Return the axes along which each matrix has rows of its own."""
         return [axis for axis in range(self.axes) if self.stack[axis] > 1 and self.sizes[axis] == self.stack[axis]]
+
+    @property
+    def matrices(self) -> tuple[int, ...]:
+        """The axes along which the stack is taken apart, from its end. They determine the constants."""
+        return tuple(self.axes - axis for axis in self._own_axes())
 
     def rewrite(self) -> None:
         name = self.node.name or f"product of {self.node.outputs[0].name}"

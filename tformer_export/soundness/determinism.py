@@ -23,7 +23,7 @@ from tformer_export.analysis.interpreter import call, run
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import distinct_sizes
 from tformer_export.common.fx_nodes import describe_node, expression, meta
-from tformer_export.common.module_state import WriteUndo, is_same, restored, unchanged
+from tformer_export.common.module_state import WriteUndo, attempt, is_same, restored, scaled_embeddings, unchanged
 from tformer_export.common.source_lines import find_users_place, operation_words, users_name
 from tformer_export.sources import Source
 from tformer_export.sources.forward_errors import failure_at, outputs_of
@@ -387,3 +387,25 @@ def _has_infinity(value: Any) -> bool:
 
 def _all_infinite(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and not value.isfinite().any()
+
+
+def refuse_scaled_weights(source: Source) -> None:
+    """Raise UnsupportedModelError if forward reads the weights of an embedding with `max_norm` elsewhere too.
+
+    The embedding scales in place the rows that it reads. So what is read elsewhere depends on the ids of earlier calls.
+    Cost: two runs of forward for a module with such an embedding, none for others.
+    """
+    embeddings = scaled_embeddings(source.module)
+    if not embeddings:
+        return
+    before = attempt(source.module, source.example)
+    with torch.no_grad(), unchanged(source.module):
+        for _, part in embeddings:
+            torch.embedding_renorm_(part.weight, torch.arange(len(part.weight)), part.max_norm, part.norm_type)
+        after = attempt(source.module, source.example)
+    if not is_same(before.outputs, after.outputs):
+        raise UnsupportedModelError(
+            f"{users_name(embeddings[0][0])} has max_norm, with which forward scales its rows in place, and its weight "
+            "is read elsewhere too, such as by a tied head. So results depend on the ids of earlier calls: scale the "
+            "rows once (torch.renorm of the weight) and set max_norm to None before the export"
+        )

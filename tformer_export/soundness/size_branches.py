@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import sympy
@@ -21,8 +20,9 @@ from tformer_export.analysis.interpreter import Constants, run
 from tformer_export.capture.graph_cleanup import drop_assertions
 from tformer_export.capture.trace import ID_MOVES, CapturedGraph, count_ids
 from tformer_export.capture.trace_errors import explain_branch
+from tformer_export.common.example_sizes import Axis, in_order, least_size, resized
 from tformer_export.common.fx_nodes import DENSE_SIZES, as_function, aten, expression, meta, source_line
-from tformer_export.common.module_state import is_same, restored
+from tformer_export.common.module_state import attempt, is_same
 from tformer_export.sources.base import Source
 from tformer_runtime.base.errors import UnsupportedModelError
 
@@ -187,7 +187,9 @@ def runs_beyond(captured: CapturedGraph, source: Source, enough: int = 2**31) ->
         if not axes or limit >= enough:
             continue
         inputs = _sized(source.example, axes, limit + 1)
-        if _run(source, inputs) is not None and not _ends_for_some_ids(captured, source, inputs, axes, limit):
+        if attempt(source.module, inputs).first is not None and not _ends_for_some_ids(
+            captured, source, inputs, axes, limit
+        ):
             return inputs
     return {}
 
@@ -202,8 +204,8 @@ def _ends_for_some_ids(
     """
     if (captured.step_name, 1) not in axes:
         return False
-    fails = [one for one in _of_one_id(captured, inputs) if _run(source, one) is None]
-    return any(_run(source, _sized(one, axes, limit)) is not None for one in fails)
+    fails = [one for one in _of_one_id(captured, inputs) if attempt(source.module, one).first is None]
+    return any(attempt(source.module, _sized(one, axes, limit)).first is not None for one in fails)
 
 
 def _of_one_id(captured: CapturedGraph, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -234,7 +236,10 @@ def limit_by_counted_positions(captured: CapturedGraph, source: Source, longest:
     axes = _length_axes(captured, time)
 
     def fails(length: int) -> bool:
-        return any(_run(source, one) is None for one in _of_one_id(captured, _sized(source.example, axes, length)))
+        return any(
+            attempt(source.module, one).first is None
+            for one in _of_one_id(captured, _sized(source.example, axes, length))
+        )
 
     high = min(longest, captured.limits.get(time, longest), MAX_COUNTED)
     if fails(high) and not fails(1):
@@ -281,13 +286,13 @@ def find_needed_lengths(captured: CapturedGraph, source: Source) -> None:
         axes = [(name, axis) for name, axis in _length_axes(captured, symbol) if name not in source.placeholders]
         example = captured.example[axes[0][0]].shape[axes[0][1]] if axes else 0
 
-        def fails(size: int, axes: list[tuple[str, int]] = axes) -> bool:
-            return _run(source, _sized(captured.example, axes, size)) is None
+        def runs(size: int, axes: list[Axis] = axes) -> bool:
+            ordered = {axis: captured.example[axis[0]].shape[axis[1]] for pair in source.length_order for axis in pair}
+            sizes = in_order({**ordered, **dict.fromkeys(axes, size)}, source.length_order)
+            return attempt(source.module, resized(_sized(captured.example, axes, size), sizes)).first is not None
 
-        if example < 2 or not fails(1) or fails(example):
-            continue
-        least = 2 + bisect_left(range(2, example), True, key=lambda size: not fails(size))
-        captured.needed.update(dict.fromkeys(axes, least))
+        if example > 1 and not runs(1) and runs(example):
+            captured.needed.update(dict.fromkeys(axes, least_size(runs, example)))
 
 
 def _refuse_other_course(
@@ -305,10 +310,10 @@ def _refuse_other_course(
     which forward fails has no results, and a random model is refused later, for its reason.
     """
     inputs = _sized(captured.example, axes, size)
-    expected = _run(source, inputs)
+    expected = attempt(source.module, inputs).first
     if expected is None or _gives(captured, inputs, expected, may_fail):
         return
-    again = _run(source, inputs)
+    again = attempt(source.module, inputs).first
     if again is None or not is_same(again, expected):
         return
     (name, axis), *_ = axes
@@ -346,7 +351,7 @@ def gives_at(captured: CapturedGraph, source: Source, lengths: Iterable[int]) ->
             if step.is_floating_point()
             else torch.randint(count_ids(captured, name), shape, generator=generator).to(step.dtype)
         )
-        expected = _run(source, inputs)
+        expected = attempt(source.module, inputs).first
         if expected is None or not _gives(captured, inputs, expected, may_fail=False):
             return False
     return True
@@ -354,17 +359,8 @@ def gives_at(captured: CapturedGraph, source: Source, lengths: Iterable[int]) ->
 
 def gives(captured: CapturedGraph, source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the graph gives the first output of forward for these inputs, or forward fails for them."""
-    expected = _run(source, inputs)
+    expected = attempt(source.module, inputs).first
     return expected is None or _gives(captured, inputs, expected, may_fail=False)
-
-
-def _run(source: Source, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return the first output of forward; None if it fails. The state of the module is restored."""
-    with restored(source.module), suppress(Exception):
-        output = source.module(*(value.clone() for value in inputs.values()))
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        return first if isinstance(first, torch.Tensor) else None
-    return None
 
 
 def _gives(captured: CapturedGraph, inputs: Mapping[str, torch.Tensor], expected: torch.Tensor, may_fail: bool) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
+from tformer_export.common.example_sizes import Axis
 from tformer_export.common.packed_weights import PackedWeight
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.adapter_switch import WithAdapters
@@ -63,6 +64,7 @@ class Source:
     placeholders: name of a request input → how its items, such as pictures, stand among the ids of the step input.
     prompt_pipeline: the model's own way from a text and its pictures to its inputs, without a batch axis.
     min_lengths: name of an input → the least number of its positions, where it is more than one.
+    length_order: pairs of axes of request inputs of which forward needs the first no longer than the second.
     decode_output: the model's own way from an output to a text.
     transcribe: the model's own way from samples to ids, with or without time tokens, with a limit on the ids of each
         window.
@@ -96,6 +98,7 @@ class Source:
     placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
     prompt_pipeline: PromptPipeline | None = None
     min_lengths: Mapping[str, int] = field(default_factory=dict)
+    length_order: tuple[tuple[Axis, Axis], ...] = ()
     decode_output: Callable[[torch.Tensor], str] | None = None
     transcribe: Callable[[Any, bool, int], list[int]] | None = None
     packed_weights: Mapping[str, PackedWeight] = field(default_factory=dict)

@@ -49,11 +49,21 @@ def failure_at(source: Source, sized: Mapping[str, torch.Tensor], error: Excepti
         return UnsupportedModelError(
             f"forward runs on the example but not at other sizes ({_described(sized)}), at {line_of_error(at_sizes)}: "
             f"{error_summary(at_sizes)}. The file has to run at any size: take sizes from x.shape and slice tables to "
-            "the length"
+            f"the length{explain_relations(source)}"
         )
     return UnsupportedModelError(
         f"forward runs, but not while the export records its operations, at {line_of_error(error)}: "
         f"{error_summary(error).rstrip('.')}. Write that line with torch's operations on plain tensors"
+    )
+
+
+def explain_relations(source: Source) -> str:
+    """Return a sentence on the lengths of several inputs; empty for a single one."""
+    if len({*source.caller_inputs} - {source.step_input}) < 2:
+        return ""
+    return (
+        ". Two inputs may have to be equally long, or one no longer than the other; a file holds no other relation of "
+        "their lengths, so give them one length, or cut and pad them in forward"
     )
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
-from tformer_export.soundness.determinism import check_devices, refuse_half, refuse_kept_state, refuse_random, rehearse
+from tformer_export.soundness.determinism import (
+    check_devices,
+    refuse_half,
+    refuse_kept_state,
+    refuse_random,
+    refuse_scaled_weights,
+    rehearse,
+)
 from tformer_export.soundness.size_branches import (
     find_needed_lengths,
     limit_by_counted_positions,
@@ -44,6 +51,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         if error.__cause__ is not None:  # of torch.export, which does not say that something is kept
             refuse_kept_state(source)
         raise
+    refuse_scaled_weights(source)
     refuse_half(graph)
     refuse_random(graph, rehearse(source))
     limit_by_counted_positions(graph, source, max_length or source.max_length or DEFAULT_MAX_LENGTH)

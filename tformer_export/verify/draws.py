@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tformer_export.analysis.input_facts import InputFacts
+from tformer_export.common.example_sizes import in_order
 from tformer_export.sources import Source
 from tformer_export.verify.report import TOLERANCE
 from tformer_export.verify.torch_reference import Reference
@@ -142,7 +143,8 @@ class InputDraws:
 
         items: the number of items of an input whose items have placeholders.
         """
-        drawn = {}
+        drawn: dict[str, np.ndarray] = {}
+        sizes: dict[str, int] = {}
         lengths: dict[int | None, int] = {}  # length in the trace → length here
         for name, value in self.source.example.items():
             if name == self.source.step_input or name in self.source.masks:
@@ -164,8 +166,9 @@ class InputDraws:
             size = items if name in self.source.placeholders else size
             if self.series is not None and name == self.series.input:
                 size = max(self.series.min_context_length, min(size, self.series.max_context_length or size))
-            drawn[name] = self.draw(name, size)
-        return drawn
+            sizes[name] = size
+        order = ((name, other) for name in sizes for other in self.inputs[name].no_longer_than)
+        return drawn | {name: self.draw(name, size) for name, size in in_order(sizes, order).items()}
 
     def _longest(self, facts: InputFacts) -> int | None:
         """Return the maximum length of an input and of those whose lengths have to equal its own; None for no limit."""

@@ -13,6 +13,7 @@ from tformer_export.capture.submodule_outputs import find_modules, record_output
 from tformer_export.common.source_lines import line_of_error
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
+from tformer_export.sources.forward_errors import explain_relations
 from tformer_export.staging.difference_locator import DifferenceLocator
 from tformer_runtime.base.errors import UnsupportedModelError, error_summary
 
@@ -74,7 +75,7 @@ class Reference:
             raise UnsupportedModelError(
                 f"forward runs on the example but not at other sizes ({sizes}), at {line_of_error(error)}: "
                 f"{error_summary(error)}. The file has to run at any size up to the maximum length: let forward do so "
-                "too"
+                f"too{explain_relations(self.source)}"
             ) from error
         if not all(values.size for values in outputs):
             sizes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in inputs.items())

@@ -139,6 +139,7 @@ class Engine:
         extras: Sequence[str] = (),
         extra_padding: int = 0,
         gather_ids: Ints | None = None,
+        checked: bool = False,
     ) -> dict[str, Any]:
         """Run the encode stage and return name of an output → OrtValue on the session's device.
 
@@ -149,12 +150,13 @@ class Engine:
         extras: names of extra outputs of the stage to return after its outputs.
         extra_padding: further positions of padding at the end of every row, as far as the maximum lengths allow.
         gather_ids: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
+        checked: whether the lengths of each row were checked (`check_row`).
         """
         encode = self.manifest.encode
         if encode is None:
             raise UnsupportedCallError(f"{self.session.path} has no input other than the tokens that it continues")
         requests, adapters = split_adapters(self.manifest, requests, rows)
-        arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding, encode.min_lengths)
+        arrays = padded_request_arrays(encode.inputs, requests, rows, extra_padding, None if checked else encode)
         if adapters is not None:
             arrays[ADAPTER_INPUT] = adapters
         if gather_ids is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 
 from tformer_runtime.base.arrays import Array, Ints
 from tformer_runtime.base.errors import InputError
-from tformer_runtime.format.manifest import ADAPTER_INPUT, Manifest, RequestInput
+from tformer_runtime.format.manifest import ADAPTER_INPUT, EncodeStage, Manifest, RequestInput
 from tformer_runtime.format.sizes import check_row, input_sizes
 
 
@@ -45,13 +44,13 @@ def padded_request_arrays(
     requests: Mapping[str, Sequence[Array]],
     rows: int,
     extra_padding: int = 0,
-    min_lengths: Mapping[str, int] = MappingProxyType({}),
+    encode: EncodeStage | None = None,
 ) -> dict[str, Array]:
     """Return name → array for every request input: rows padded to the longest, and masks derived from their lengths.
 
     requests: for each input that is not a mask, one array a row, without the batch axis; ids are 1-D.
     extra_padding: further positions of padding for every row, as far as the maximum length of the input allows.
-    min_lengths: see `EncodeStage`.
+    encode: the stage that takes the lengths of each row; None if they were checked.
     Raises InputError for a missing or unknown input, an empty row, a row longer than the input's maximum, or a row
     that `check_row` refuses.
     """
@@ -64,8 +63,9 @@ def padded_request_arrays(
         for spec in specs
         if spec.role != "mask"
     }
-    for row in range(rows):
-        check_row(specs, min_lengths, {name: np.asarray(values[row]) for name, values in requests.items()})
+    if encode is not None:
+        for row in range(rows):
+            check_row(encode, {name: np.asarray(values[row]) for name, values in requests.items()})
     if not masked:
         return arrays
     lengths = {name: np.array([len(row) for row in requests[name]]) for name in names}

@@ -204,6 +204,7 @@ class EncodeStage(Struct, frozen=True):
     derived_lengths: lengths of the output axes that are not an input's, by axis name.
     min_lengths: name of a free axis of the inputs → the least length of a row there, where it is more than 1. Axes of
         one name have one length in each row.
+    no_longer_than: name of a free axis of the inputs → the free axes whose lengths its own may not exceed in a row.
     """
 
     inputs: tuple[RequestInput, ...]
@@ -212,6 +213,7 @@ class EncodeStage(Struct, frozen=True):
     ragged: bool = False
     derived_lengths: Mapping[str, DerivedLength] = field(default_factory=dict)
     min_lengths: Mapping[str, Count] = field(default_factory=dict)
+    no_longer_than: Mapping[str, tuple[Name, ...]] = field(default_factory=dict)
 
 
 class ShortlistSpec(Struct, frozen=True):

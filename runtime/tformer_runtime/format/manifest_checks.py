@@ -119,6 +119,9 @@ def _check_encode(encode: EncodeStage) -> None:
     for axis in encode.min_lengths:
         if axis not in axes:
             raise _ContradictionError(f"the least length of {axis!r} is of no axis of an input")
+    for axis, others in encode.no_longer_than.items():
+        if not axes.issuperset((axis, *others)):
+            raise _ContradictionError(f"{axis!r} is no longer than {', '.join(others)}, and one is no axis of an input")
     for axis, length in encode.derived_lengths.items():
         if length.of not in axes:
             raise _ContradictionError(

@@ -18,24 +18,32 @@ def input_sizes(specs: Sequence[RequestInput], sources: Mapping[str, Array]) -> 
     return {axis: size for axis, size in sizes if isinstance(axis, str)}
 
 
-def check_row(specs: Sequence[RequestInput], min_lengths: Mapping[str, int], sources: Mapping[str, Array]) -> None:
-    """Raise InputError for a row that is too short, or if two of its inputs must have one length and do not.
+def check_row(encode: EncodeStage, sources: Mapping[str, Array]) -> None:
+    """Raise InputError for a row that is too short, or whose lengths do not go together.
 
-    sources: the inputs, without their batch axis. min_lengths: name of a free axis → the least length of a row there.
+    sources: the inputs, without their batch axis.
     """
     found: dict[str, tuple[str, int]] = {}
-    for spec in specs:
+    for spec in encode.inputs:
         source = sources.get(spec.name)
         for axis, size in zip(spec.shape[1:], () if source is None else source.shape, strict=False):
             if not isinstance(axis, str):
                 continue
-            if size < (least := min_lengths.get(axis, 0)):
+            if size < (least := encode.min_lengths.get(axis, 0)):
                 raise InputError(f"input {spec.name} is {size} long and the model needs at least {least}: lengthen it")
             other, length = found.setdefault(axis, (spec.name, size))
             if size != length:
                 raise InputError(
                     f"the inputs {other} and {spec.name} are {length} and {size} long, and the model needs them "
                     "equally long"
+                )
+    for axis, others in encode.no_longer_than.items():
+        for other in others:
+            if axis in found and other in found and found[axis][1] > found[other][1]:
+                (name, size), (longer, most) = found[axis], found[other]
+                raise InputError(
+                    f"the inputs {name} and {longer} are {size} and {most} long, and the model needs {name} to be no "
+                    f"longer than {longer}"
                 )
 
 

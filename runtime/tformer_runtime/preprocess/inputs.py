@@ -372,9 +372,9 @@ class Inputs:
         return np.concatenate([ids[: max(0, max_tokens - after)], ids[text:]])[:max_tokens]
 
     def check_row(self, sources: Mapping[str, Array]) -> None:
-        """Raise InputError for a row that is too short, or whose inputs must be equally long and are not."""
+        """Raise InputError for a row that is too short, or whose inputs have lengths that the model does not take."""
         if self._manifest.encode is not None:
-            check_row(self._manifest.encode.inputs, self._manifest.encode.min_lengths, sources)
+            check_row(self._manifest.encode, sources)
 
     def _by_name(
         self, specs: Sequence[RequestInput], input: Input, optional: Sequence[str] = ()

@@ -242,7 +242,7 @@ def _run_batch(engine: Engine, select_outputs: SelectOutputs, requests: Sequence
     encode = engine.manifest.encode
     assert encode is not None
     sources = {name: [request.sources[name] for request in requests] for name in requests[0].sources}
-    encoded = engine.encode(sources, len(requests))
+    encoded = engine.encode(sources, len(requests), checked=True)
     outputs = [(spec.shape[1:], encoded[spec.name].numpy()) for spec in encode.outputs]
     has_free_axes = any(isinstance(axis, str) for shape, _ in outputs for axis in shape)
     may_have_nan = any(_has_nan(value) for _, value in outputs)  # of padding, perhaps

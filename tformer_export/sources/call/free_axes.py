@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from tformer_export.common.example_sizes import distinct_sizes
+from tformer_export.common.example_sizes import distinct_sizes, least_size
 from tformer_export.common.source_lines import line_of_error
 from tformer_runtime.base.errors import SourceError, error_summary
 
@@ -102,11 +101,11 @@ class AxisProbe:
         for name in names:
             axis, length = axes[name][1], self.example[name].shape[axes[name][1]]
 
-            def fails(size: int, name: str = name, axis: int = axis) -> bool:
+            def runs(size: int, name: str = name, axis: int = axis) -> bool:
                 shorter = {**self.example, name: self.example[name].narrow(axis, 0, size)}
-                return self._error(shorter, axes) is not None
+                return self._error(shorter, axes) is None
 
-            lengths[name] = 1 + bisect_left(range(1, length), True, key=lambda size: not fails(size))
+            lengths[name] = least_size(runs, length)
         return {name: length for name, length in lengths.items() if length > 1}
 
     def _runs_small(self, free: FreeAxes) -> bool:

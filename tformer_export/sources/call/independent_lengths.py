@@ -1,4 +1,4 @@
-"""Lengths of the request inputs that are equal in the example and need not be equal.
+"""Lengths of the request inputs: which of them forward needs equal, and which it needs no longer than others.
 
 A trace gives one symbol to two axes of one size if forward cuts, fills or compares them, and the file would then be
 right for equal lengths alone. So forward is run with other lengths of each input, and the example gets different ones
@@ -9,42 +9,43 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-import torch
-
-from tformer_export.common.example_sizes import resized, size_groups
-from tformer_export.common.module_state import restored
+from tformer_export.common.example_sizes import Axis, resized, size_groups
+from tformer_export.common.module_state import Attempt, attempt
 from tformer_export.sources.base import Source
 
-Axis = tuple[str, int]
 Unit = tuple[Axis, ...]  # axes that have one length by their roles: of an input, its masks and its token types
-MAX_TRIED_GROUPS = 64  # of inputs whose lengths may have to be equal
 MIN_LENGTH = 3  # an axis of one position may be repeated, so that other lengths of it prove nothing
+
+MAX_SWAPPED = 8  # times the shortest length up to which the longest is swapped with it: a run costs its square
 
 
 def separate_lengths(source: Source) -> Source:
-    """Return the source with an example of which two lengths are equal only if forward needs them equal.
+    """Return the source with an example of which two lengths are equal only if forward needs that, and their order.
 
-    Cost: none if each request input has another length. Else some runs of forward for each of the equal ones.
+    Cost: none for a single request input. Else some runs of forward for each one.
     """
     axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
     _, *groups = size_groups(source.example, axes, source.step_input)
     taken = {value.shape[axis] for name, value in source.example.items() for axis in axes[name][1:]}
+    units: list[Unit] = []
     for group in groups:
-        units = _units(source, group)
-        if len(units) < 2:
-            continue
-        for unit in _separable(source, units)[1:]:
-            size = source.example[unit[0][0]].shape[unit[0][1]]
+        first, *others = _separable(source, _units(source, group)) or [()]
+        for unit in others:
+            size = _size(source, unit)
             for other in _other_sizes(size, taken):
                 longer = resized(source.example, dict.fromkeys(unit, other))
-                if _runs(source, longer):
+                if attempt(source.module, longer).runs:
                     source = replace(source, example=longer)
                     taken.add(other)
                     break
-    return source
+        units += [first, *others] if first else []
+    return replace(source, length_order=tuple(_order(source, units)))
+
+
+def _size(source: Source, unit: Unit) -> int:
+    return source.example[unit[0][0]].shape[unit[0][1]]
 
 
 def _units(source: Source, group: Sequence[Axis]) -> list[Unit]:
@@ -58,29 +59,71 @@ def _units(source: Source, group: Sequence[Axis]) -> list[Unit]:
 
 
 def _separable(source: Source, units: Sequence[Unit]) -> list[Unit]:
-    """Return the units joined to those whose lengths forward needs equal, so that each may have another length."""
-    size = max(MIN_LENGTH, source.example[units[0][0][0]].shape[units[0][0][1]])
-    if not _runs(source, resized(source.example, dict.fromkeys(itertools.chain(*units), size))):
+    """Return the units joined to those whose lengths forward needs equal, so that each may have another length.
+
+    If two units have to be equal, each fails alone, and no sooner than there is an operation that relates them. So both
+    together run, or fail later. Cost: some four runs for each unit, in most models.
+    """
+    if len(units) < 2:
+        return list(units)
+    size = max(MIN_LENGTH, _size(source, units[0]))
+
+    def run(changed: Collection[Axis], other: int) -> Attempt:
+        sizes = {axis: other if axis in changed else size for unit in units for axis in unit}
+        return attempt(source.module, resized(source.example, sizes))
+
+    every = [*itertools.chain(*units)]
+    others = [other for other in (size + 1, size - 1, 2 * size) if run(every, other).runs][:2]
+    if not others or not run((), size).runs:
         return []
-
-    def is_free(changed: Sequence[Unit]) -> bool:
-        """Return whether forward takes another length of these units than of the others."""
-        return any(
-            _runs(source, resized(source.example, sizes))
-            for other in (size + 1, 2 * size, size - 1)
-            for sizes in [{axis: other if unit in changed else size for unit in units for axis in unit}]
-        )
-
-    free = [unit for unit in units if is_free([unit])]
-    bound = [unit for unit in units if unit not in free]
-    joined: list[Unit] = []
+    bound: dict[Unit, Attempt] = {}  # those that have to be as long as another, and how far forward gets
+    for unit in units:
+        attempts = [run(unit, other) for other in others]
+        if not any(tried.runs for tried in attempts):
+            bound[unit] = attempts[0]
+    joined = [unit for unit in units if unit not in bound]
     while bound:
-        first, *others = bound
-        tried = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(1, len(others)))
-        partners = next((some for some in itertools.islice(tried, MAX_TRIED_GROUPS) if is_free([first, *some])), others)
-        joined.append(tuple(itertools.chain(first, *partners)))
-        bound = [unit for unit in others if unit not in partners]
-    return [*joined, *free]
+        unit = min(bound, key=lambda unit: bound[unit].operations)
+        failed = bound.pop(unit)
+        for partner in sorted(bound, key=lambda partner: bound[partner] != failed):
+            tried = run((*unit, *partner), others[0])
+            if tried.runs or tried.operations > failed.operations:
+                partners = [partner]
+                break
+        else:  # an operation may relate more than two
+            partners = [partner for partner in bound if bound[partner] == failed]
+            unit_and_partners = (*unit, *itertools.chain(*partners))
+            tried = run(unit_and_partners, others[0]) if partners else failed
+        unit = (*unit, *itertools.chain(*partners))
+        for partner in partners:
+            del bound[partner]
+        if tried.runs or not partners:
+            joined.insert(0, unit)
+        else:
+            bound[unit] = tried
+    return joined
+
+
+def _order(source: Source, units: Sequence[Unit]) -> Iterator[tuple[Axis, Axis]]:
+    """Yield the pairs of axes of which forward needs the first no longer than the second.
+
+    Cost: one run if the units may have each other's lengths. Else up to three for each pair, with lengths of the
+    shorter one.
+    """
+    ordered = sorted(units, key=lambda unit: _size(source, unit))
+    sizes = [_size(source, unit) for unit in ordered]
+
+    def runs(sizes: Mapping[Unit, int]) -> bool:
+        by_axis = {axis: size for unit, size in sizes.items() for axis in unit}
+        return attempt(source.module, resized(source.example, by_axis)).runs
+
+    if len(units) < 2 or (sizes[-1] <= MAX_SWAPPED * sizes[0] and runs(dict(zip(ordered, sizes[::-1], strict=True)))):
+        return
+    for one, other in itertools.combinations(ordered, 2):
+        size = max(MIN_LENGTH, _size(source, one))
+        is_bound = not runs({one: size + 1, other: size})
+        if is_bound and runs({one: size, other: size}) and runs({one: size + 1, other: size + 1}):
+            yield from itertools.product(one, other)
 
 
 def _other_sizes(size: int, taken: Collection[int]) -> Iterator[int]:
@@ -88,10 +131,3 @@ def _other_sizes(size: int, taken: Collection[int]) -> Iterator[int]:
     near = (*range(size + 1, size + 5), 2 * size, size - 1, size - 2, size // 2)
     sizes = itertools.chain(near, itertools.count(size + 5))
     return itertools.islice((n for n in sizes if n > 1 and n not in taken and n != size), len(near))
-
-
-def _runs(source: Source, inputs: Mapping[str, torch.Tensor]) -> bool:
-    with restored(source.module), suppress(Exception):  # the user's code may raise anything
-        source.module(*(value.clone() for value in inputs.values()))
-        return True
-    return False

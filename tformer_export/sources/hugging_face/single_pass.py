@@ -17,6 +17,7 @@ from msgspec import structs
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
+from tformer_export.common.example_sizes import least_size
 from tformer_export.sources.base import Source, as_float32, eval_mode
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
@@ -123,7 +124,7 @@ def _example_ids(module: nn.Module, masked: bool, constants: Mapping[str, Any]) 
         if runs(ids_of(length)) and runs(ids_of(length)[[0, 1, 0]]):  # at some lengths it may mix two rows
             if not runs(ids_of(length + 1)):
                 return ids_of(length), length
-            return ids_of(length + 1), 1 + bisect_left(range(1, length), True, key=lambda n: runs(ids_of(n)))
+            return ids_of(length + 1), least_size(lambda n: runs(ids_of(n)), length)
     return first, 0
 
 

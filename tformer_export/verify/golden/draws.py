@@ -155,12 +155,19 @@ class Draws:
         if axis not in sizes:
             assert self.manifest.encode is not None
             sizes[axis] = max(length, self.manifest.encode.min_lengths.get(axis, 1))
-        if place == 0 and spec.max_length is not None:
-            sizes[axis] = min(sizes[axis], spec.max_length)
+        if place == 0:
+            limits = [other.max_length for other in self._no_shorter(axis) if other.max_length is not None]
+            sizes[axis] = min([sizes[axis], *limits])
         if self.series is not None and spec.name == self.series.input and place == 0:
             most = self.series.max_context_length or sizes[axis]
             sizes[axis] = max(self.series.min_context_length, min(sizes[axis], most))
         return sizes[axis]
+
+    def _no_shorter(self, axis: str) -> list[RequestInput]:
+        """Return the inputs that have an axis in front, or one of those that may not be shorter."""
+        assert self.manifest.encode is not None
+        axes = {axis, *self.manifest.encode.no_longer_than.get(axis, ())}
+        return [spec for spec in self.manifest.encode.inputs if spec.shape[1:2] and spec.shape[1] in axes]
 
     def _values(self, spec: RequestInput, shape: Sequence[int]) -> Json:
         dtype = np.dtype(spec.dtype)

@@ -175,12 +175,14 @@ export class Engine {
    *     ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
    * extras: names of extra outputs of the stage to return besides its outputs.
    * gatherIds: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
+   * checked: whether the lengths of each row were checked (`checkRow`).
    */
   async encode(
     requests: Requests,
     rows: number,
     extras: readonly string[] = [],
     gatherIds?: Int32Array,
+    checked = false,
   ): Promise<Map<string, Tensor>> {
     const { encode } = this.manifest;
     if (!encode) {
@@ -188,7 +190,7 @@ export class Engine {
     }
     const { session, inputNames } = this.stage("encode");
     const [inputs, adapters] = this.splitAdapters(requests, rows);
-    const tensors = paddedRequestTensors(this.backend, encode, inputs, rows);
+    const tensors = paddedRequestTensors(this.backend, encode, inputs, rows, checked);
     const names = [
       ...encode.outputs.map((output) => output.name),
       ...encode.extras.map((extra) => extra.name).filter((name) => extras.includes(name)),

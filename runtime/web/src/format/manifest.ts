@@ -108,6 +108,7 @@ const encodeStage = object({
   ragged: boolean,
   derivedLengths: mapping(derivedLength),
   minLengths: mapping(count),
+  noLongerThan: mapping(list(name)),
 });
 const shortlistSpec = object({ dtype, inner: count, common: index, each: index, measured: mapping(anything) });
 const decodeStage = object({

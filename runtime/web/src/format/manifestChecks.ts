@@ -142,6 +142,11 @@ function checkEncode(encode: EncodeStage): void {
   for (const axis of encode.minLengths.keys()) {
     if (!axes.has(axis)) throw contradiction(`the least length of '${axis}' is of no axis of an input`);
   }
+  for (const [axis, others] of encode.noLongerThan) {
+    if (![axis, ...others].every((one) => axes.has(one))) {
+      throw contradiction(`'${axis}' is no longer than ${others.join(", ")}, and one is no axis of an input`);
+    }
+  }
   for (const [axis, length] of encode.derivedLengths) {
     if (!axes.has(length.of)) {
       throw contradiction(`the length of '${axis}' follows from '${length.of}', which is no axis of an input`);

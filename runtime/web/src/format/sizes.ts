@@ -21,7 +21,7 @@ export function inputSizes(specs: readonly RequestInput[], sources: Sources): Ma
 }
 
 /**
- * Throw InputError for a row that is too short, or if two of its inputs must have one length and do not.
+ * Throw InputError for a row that is too short, or whose lengths do not go together.
  *
  * sources: the inputs, without their batch axis.
  */
@@ -44,6 +44,16 @@ export function checkRow(encode: EncodeStage, sources: Sources): void {
         );
       }
     });
+  }
+  for (const [axis, others] of encode.noLongerThan) {
+    for (const [one, other] of others.map((other) => [found.get(axis), found.get(other)])) {
+      if (one !== undefined && other !== undefined && one.size > other.size) {
+        throw new InputError(
+          `the inputs ${one.name} and ${other.name} are ${one.size} and ${other.size} long, and the model needs ` +
+            `${one.name} to be no longer than ${other.name}`,
+        );
+      }
+    }
   }
 }
 

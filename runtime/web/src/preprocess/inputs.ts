@@ -378,7 +378,7 @@ export class Inputs {
     return sources;
   }
 
-  /** Throw InputError for a row that is too short, or whose inputs must be equally long and are not. */
+  /** Throw InputError for a row that is too short, or whose inputs have lengths that the model does not take. */
   checkRow(sources: Sources): void {
     if (this.manifest.encode) checkRow(this.manifest.encode, sources);
   }

@@ -134,7 +134,7 @@ async function runBatch(engine: Engine, task: Task, requests: readonly Request[]
   }
   const names = [...requests[0].sources.keys()];
   const sources = new Map(names.map((name) => [name, requests.map((request) => request.sources.get(name)!)]));
-  const encoded = await engine.encode(sources, requests.length);
+  const encoded = await engine.encode(sources, requests.length, [], undefined, true);
   try {
     const outputs = encode.outputs.map((spec) => {
       const tensor = encoded.get(spec.name)!;

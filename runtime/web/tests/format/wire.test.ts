@@ -93,15 +93,19 @@ test("rows that are too short or of unequal lengths are refused", () => {
     inputs: [
       { name: "x", shape: ["batch", "time", 2] },
       { name: "y", shape: ["batch", "time"] },
+      { name: "z", shape: ["batch", "others"] },
     ],
     minLengths: new Map([["time", 3]]),
+    noLongerThan: new Map([["others", ["time"]]]),
   } as unknown as EncodeStage;
-  const row = (x: number, y: number) =>
+  const row = (x: number, y: number, z = 1) =>
     new Map([
       ["x", { data: new Float32Array(2 * x), shape: [x, 2] }],
       ["y", { data: new Float32Array(y), shape: [y] }],
+      ["z", { data: new Float32Array(z), shape: [z] }],
     ]);
   checkRow(encode, row(3, 3));
   expect(() => checkRow(encode, row(2, 2))).toThrow("input x is 2 long and the model needs at least 3");
   expect(() => checkRow(encode, row(3, 4))).toThrow("the inputs x and y are 3 and 4 long");
+  expect(() => checkRow(encode, row(3, 3, 4))).toThrow("the model needs z to be no longer than x");
 });

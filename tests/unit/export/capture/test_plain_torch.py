@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tformer_export import export
 from tformer_export.common.module_state import PlainTorch
+from tformer_runtime.base.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch advises to compile flex_attention
 
@@ -71,6 +72,51 @@ def test_embedding_with_a_greatest_norm_is_exported(tmp_path):
     model.mix = nn.Linear(WIDTH, WIDTH)
     model.forward = lambda tgt: model.out(model.mix(model.embed(tgt)))
     assert export(model.eval(), tmp_path / "model.onnx", EXAMPLE, "tgt").tokens_equal
+
+
+class Tied(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, tgt):
+        return self.out(self.embed(tgt))
+
+
+def test_export_leaves_weights_that_torch_scales_in_place(tmp_path):
+    model = Tied(tied=False).eval()
+    before = model.embed.weight.detach().clone()
+    export(model, tmp_path / "model.onnx", EXAMPLE, "tgt")
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_scaled_weights_that_are_read_elsewhere_are_refused_by_name(tmp_path):
+    model = Tied(tied=True).eval()
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(UnsupportedModelError, match=r"embed has max_norm.*set max_norm to None"):
+        export(model, tmp_path / "model.onnx", EXAMPLE, "tgt")
+    assert torch.equal(model.embed.weight, before)
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.renorm(before, 2.0, 0, 0.5))
+    model.embed.max_norm = None
+    assert export(model, tmp_path / "model.onnx", EXAMPLE, "tgt").tokens_equal
+
+
+def test_row_that_sees_nothing_gets_zeros_as_in_torch():
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    blocks = create_block_mask(lambda b, h, q, k: (k <= q) & (q != 2), 1, 1, 5, 5, device="cpu")
+
+    def score(scores, b, h, q, k):
+        return torch.where(q == 4, -torch.inf, scores + 0.1 * (k - q))
+
+    expected = flex_attention(query, key, value, score_mod=score, block_mask=blocks)
+    assert (expected[:, :, [2, 4]] == 0).all()
+    with PlainTorch():
+        actual = flex_attention(query, key, value, score_mod=score, block_mask=blocks)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_functions_are_torchs_own_afterwards():

@@ -128,3 +128,31 @@ def test_files_in_half_precision_keep_stacks():
     assert one_pass.run(matmul([E, "m", K], (E, K, N)), PassSettings(8, {}, "cuda", half=True)) == 0
     assert one_pass.run(matmul([E, "m", K], (E, K, N)), PassSettings(8, {}, "cuda")) == 0
     assert one_pass.run(matmul([E, "m", K], (E, K, N)), PassSettings(8, {}, "cpu")) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x.unsqueeze(1) @ m.w + m.w.index_select(0, (x[0, :1, 0] > 0).long()).sum(1),
+        lambda m, x: (
+            torch.bmm(by_matrix(x), m.w).sum() + x.unsqueeze(1) @ m.w
+        ),  # by matrices, and all next to each other
+    ],
+)
+def test_numbers_of_a_stack_are_stored_once(function):
+    module, x = Stack(function), torch.randn(2, 5, K, generator=torch.Generator().manual_seed(1))
+    model = graph_of(module, x)
+    unstack_products.run(model)
+    remove_unused.run(model)
+    stored = sum(v.const_value.size for v in model.graph.initializers.values() if v.const_value is not None)
+    assert E * K * N <= stored < 2 * E * K * N
+    assert_results_of_torch(model, module, x, tolerance=64 * TOLERANCE)
+
+
+def test_two_products_of_a_stack_share_its_matrices():
+    module, x = Stack(lambda m, x: x.unsqueeze(1) @ m.w + (2 * x).unsqueeze(1) @ m.w), torch.randn(2, 5, K)
+    model = graph_of(module, x)
+    assert unstack_products.run(model) == 2
+    remove_unused.run(model)
+    assert sum(v.const_value.size for v in model.graph.initializers.values()) < 2 * E * K * N
+    assert_results_of_torch(model, module, x, tolerance=TOLERANCE)

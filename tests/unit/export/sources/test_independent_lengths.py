@@ -25,10 +25,16 @@ class Call(nn.Module):
 
 def lengths(function, names, step_input=None, masks=None, axes=None, length=LENGTH):
     """Return name → the sizes of its axes after the batch, in the example with separate lengths."""
-    example = {name: torch.ones(2, length, WIDTH) for name in names}
+    found = separated(function, names, step_input, masks, axes, length)
+    return {name: tuple(value.shape[1:]) for name, value in found.example.items()}
+
+
+def separated(function, names, step_input=None, masks=None, axes=None, length=LENGTH):
+    lengths = [length] * len(names) if isinstance(length, int) else length
+    example = {name: torch.ones(2, size, WIDTH) for name, size in zip(names, lengths, strict=True)}
     example |= {name: torch.ones(2, length, dtype=torch.int64) for name in masks or {}}
     source = Source(Call(function), example, step_input, "model", "task", masks=masks or {}, axes=axes or {})
-    return {name: tuple(value.shape[1:]) for name, value in separate_lengths(source).example.items()}
+    return separate_lengths(source)
 
 
 def cut(a, b):
@@ -120,3 +126,59 @@ def test_single_input_costs_no_run():
         raise AssertionError
 
     assert lengths(fail, ("a",)) == {"a": (LENGTH, WIDTH)}
+
+
+def within(a, b):
+    if a.shape[1] > b.shape[1]:
+        raise ValueError
+    return a.mean(1) + b.mean(1)
+
+
+def in_order(a, b, c):
+    if not a.shape[1] <= b.shape[1] <= c.shape[1]:
+        raise ValueError
+    return a.mean(1) + b.mean(1) + c.mean(1)
+
+
+def two_within(a, b, c):
+    return (a + b).mean(1) + within(a, c)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "length", "order"),
+    [
+        (within, "ab", 7, ["ab"]),
+        (within, "ab", (7, 12), ["ab"]),
+        (lambda b, a: within(a, b), "ba", 7, ["ab"]),
+        (lambda a, b: a + b[:, : a.shape[1]], "ab", 7, ["ab"]),
+        (in_order, "abc", 7, ["ab", "bc"]),
+        (two_within, "abc", 7, ["ac", "bc"]),
+        (cut, "ab", 7, []),
+        (cut, "ab", (7, 12), []),
+        (torch.add, "ab", 7, []),
+        (of_sums, "abc", (7, 12, 9), []),
+    ],
+)
+def test_order_of_lengths_is_that_which_forward_needs(function, names, length, order):
+    found = separated(function, names, length=length)
+    assert {one + other for (one, _), (other, _) in found.length_order} >= {*order}
+    for one in names:
+        for other in names:
+            if one + other not in order and (one, other) != ("a", "c"):
+                assert ((one, 1), (other, 1)) not in found.length_order
+    function(*found.example.values())
+
+
+@pytest.mark.parametrize("function", [lambda *values: sum(values), lambda *values: torch.cat(values, 2), of_sums])
+@pytest.mark.parametrize("count", [6, 12])
+def test_runs_of_forward_grow_linearly_with_the_inputs(function, count):
+    runs = []
+
+    def count_runs(*values):
+        runs.append(None)
+        return function(*values)
+
+    names = "abcdefghijkl"[:count]
+    found = lengths(count_runs, names)
+    assert len({*found.values()}) == (count if function is of_sums else 1)
+    assert len(runs) <= 4 * count

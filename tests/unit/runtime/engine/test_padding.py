@@ -7,7 +7,7 @@ import pytest
 
 from tformer_runtime import InputError
 from tformer_runtime.engine.padding import padded_request_arrays
-from tformer_runtime.format.manifest import BATCH_AXIS, RequestInput
+from tformer_runtime.format.manifest import BATCH_AXIS, EncodeStage, RequestInput
 
 IDS = RequestInput("src", "int64", (BATCH_AXIS, "time"), pad=9)
 ROWS = {"src": [np.array([1, 2, 3]), np.array([4])]}
@@ -79,22 +79,35 @@ PAIR = [RequestInput(name, "float32", (BATCH_AXIS, "frames", 2), "data") for nam
 
 def test_row_that_is_shorter_than_the_model_needs_is_refused():
     rows = {"src": [np.array([1, 2, 3]), np.array([4, 5])]}
-    assert padded_request_arrays([IDS], rows, 2, min_lengths={"time": 2})["src"].shape == (2, 3)
+    assert padded_request_arrays([IDS], rows, 2, encode=EncodeStage((IDS,), (), min_lengths={"time": 2}))[
+        "src"
+    ].shape == (2, 3)
     with pytest.raises(InputError, match="input src is 2 long and the model needs at least 3"):
-        padded_request_arrays([IDS], rows, 2, min_lengths={"time": 3})
+        padded_request_arrays([IDS], rows, 2, encode=EncodeStage((IDS,), (), min_lengths={"time": 3}))
 
 
 def test_every_free_axis_may_have_a_least_length():
     picture = RequestInput("picture", "float32", (BATCH_AXIS, 3, "height", "width"), "data")
-    least = {"height": 4, "width": 4}
-    padded_request_arrays([picture], {"picture": [np.ones((3, 4, 5))]}, 1, min_lengths=least)
+    encode = EncodeStage((picture,), (), min_lengths={"height": 4, "width": 4})
+    padded_request_arrays([picture], {"picture": [np.ones((3, 4, 5))]}, 1, encode=encode)
     with pytest.raises(InputError, match="input picture is 3 long and the model needs at least 4"):
-        padded_request_arrays([picture], {"picture": [np.ones((3, 9, 3))]}, 1, min_lengths=least)
+        padded_request_arrays([picture], {"picture": [np.ones((3, 9, 3))]}, 1, encode=encode)
 
 
 def test_inputs_of_one_axis_are_equally_long_in_each_row():
     rows = {"left": [np.ones((3, 2)), np.ones((1, 2))], "right": [np.ones((3, 2)), np.ones((1, 2))]}
-    assert padded_request_arrays(PAIR, rows, 2)["right"].shape == (2, 3, 2)
+    encode = EncodeStage(tuple(PAIR), ())
+    assert padded_request_arrays(PAIR, rows, 2, encode=encode)["right"].shape == (2, 3, 2)
     rows["right"][1] = np.ones((2, 2))
     with pytest.raises(InputError, match="inputs left and right are 1 and 2 long, and the model needs them equally"):
-        padded_request_arrays(PAIR, rows, 2)
+        padded_request_arrays(PAIR, rows, 2, encode=encode)
+
+
+def test_input_that_is_longer_than_another_may_be_is_refused():
+    other = [PAIR[0], RequestInput("right", "float32", (BATCH_AXIS, "others", 2), "data")]
+    encode = EncodeStage(tuple(other), (), no_longer_than={"frames": ("others",)})
+    rows = {"left": [np.ones((3, 2)), np.ones((1, 2))], "right": [np.ones((3, 2)), np.ones((4, 2))]}
+    padded_request_arrays(other, rows, 2, encode=encode)
+    rows["left"][0] = np.ones((4, 2))
+    with pytest.raises(InputError, match="left and right are 4 and 3 long, and the model needs left to be no longer"):
+        padded_request_arrays(other, rows, 2, encode=encode)

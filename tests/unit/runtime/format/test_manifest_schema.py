@@ -149,3 +149,11 @@ def test_least_length_of_no_axis_is_refused(tmp_path):
     manifest["encode"]["min_lengths"] = {"time": 3}
     with pytest.raises(ModelFileError, match="'time' is of no axis"):
         check_manifest(Manifest.from_json(json.dumps(manifest)))
+
+
+def test_order_of_no_axis_is_refused(tmp_path):
+    path = toy_tasks.write(tmp_path / "x.onnx")
+    manifest = json.loads(read_metadata(path)[MANIFEST_KEY])
+    manifest["encode"]["no_longer_than"] = {"ids_length": ["time"]}
+    with pytest.raises(ModelFileError, match="'ids_length' is no longer than time, and one is no axis"):
+        check_manifest(Manifest.from_json(json.dumps(manifest)))

@@ -74,9 +74,9 @@ def test_batches_of_a_model_without_ragged_rows_have_one_length(tmp_path, monkey
     model = Model.load(write(tmp_path / "x.onnx", ragged=False), "cpu")
     batch_lengths, encode = [], type(model.engine).encode
 
-    def record_lengths(engine, requests, rows, *more):
+    def record_lengths(engine, requests, rows, **options):
         batch_lengths.append({len(row) for row in requests["ids"]})
-        return encode(engine, requests, rows, *more)
+        return encode(engine, requests, rows, **options)
 
     monkeypatch.setattr(type(model.engine), "encode", record_lengths)
     actual = model.embed(TEXTS * 2)
