@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPT = re.compile(r"\bpython ([\w./-]+\.py)\b")
 LINK = re.compile(r"https://github\.com/tformer/tformer/(?:blob|tree)/main/([\w./-]+)")
+RELATIVE = re.compile(r"\]\((?!https?:|#)([\w./-]+)")  # of the README; mkdocs checks those of the pages
 WRITTEN = re.compile(r'^```\w+ title="([^"]+)"$', re.MULTILINE)  # by the page itself
 
 
@@ -21,3 +22,12 @@ def test_files_that_a_page_names_exist(page):
     assert [path for path in {*scripts, *LINK.findall(text)} if not (ROOT / path).exists()] == []
     if page == ROOT / "docs/tasks/images.md":
         assert "docs/examples/tasks_digits.py" in scripts
+
+
+def test_relative_links_of_the_readme_lead_to_files_and_headings():
+    text = (ROOT / "README.md").read_text()
+    links = RELATIVE.findall(text)
+    assert len(links) > 20
+    assert [path for path in links if not (ROOT / path).exists()] == []
+    assert "how-the-compiler-knows-what-to-cache" in text
+    assert "## How the compiler knows what to cache" in (ROOT / "docs/architecture.md").read_text()
