@@ -1,4 +1,4 @@
-/** A run of the decode stage for one shape of tokens: inputs and outputs are bound once, and a run writes what changes. */
+/** A run of the decode stage in a session: inputs and outputs are bound once for each shape. */
 
 import type { Backend, Binding, Session, Tensor } from "../backend/session.js";
 import { asNumbers, numberArray, sizeOf, writeNumbers, type Dtype, type NumberArray } from "../base/arrays.js";
@@ -19,7 +19,7 @@ import {
   type DecodeStage,
 } from "../format/manifest.js";
 import { LogitScatter } from "./shortlist.js";
-import type { LogitPositions, State } from "./state.js";
+import type { DecodeCall, LogitPositions, State } from "./state.js";
 
 /** What the calls of an engine share. placeholders: a tensor for every graph input that no call sets. */
 export interface CallResources {
@@ -31,7 +31,8 @@ export interface CallResources {
   placeholder(name: string): Tensor;
 }
 
-export class DecodeCall {
+/** A `DecodeCall` with inputs and outputs bound once. A run only writes the few numbers that change. */
+export class SessionCall implements DecodeCall {
   private readonly inputs = new Map<string, Tensor>(); // those of this call
   private readonly tensors: Tensor[] = []; // all of this call, but for `slotIndices`
   private logits!: Tensor;
@@ -125,11 +126,6 @@ export class DecodeCall {
     return session.bind(inputs, outputs);
   }
 
-  /**
-   * Run as `Engine.step` does. Return the logits, which the next run overwrites.
-   *
-   * totalSlots: cached tokens of the longest row after the call.
-   */
   async run(
     state: State,
     tokens: ArrayLike<number>,

@@ -30,7 +30,7 @@ import { manifestOf, readingFile, readMetadata, withMappedWeights } from "../for
 import { graphTensors, parseModel, type GraphTensor } from "../format/onnxGraph.js";
 import { extractStage, type Stage } from "../format/stageSplit.js";
 import { encodeItems } from "./itemContext.js";
-import { DecodeCall, type CallResources } from "./decodeCall.js";
+import { SessionCall, type CallResources } from "./decodeCall.js";
 import { EncoderContext } from "./encoderContext.js";
 import { KVCache } from "./kvCache.js";
 import { MemoryUse } from "./memoryUse.js";
@@ -312,7 +312,7 @@ export class Engine {
       if (columns) candidates?.setColumns(columns);
       const buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
       const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
-      return new State(context, cache, rows, encoded, stepExtras, adapters, candidates);
+      return new State(context, cache, rows, encoded, stepExtras, candidates, adapters);
     } catch (error) {
       disposeAll(outputs.values());
       throw error;
@@ -371,7 +371,7 @@ export class Engine {
         inputNames,
         placeholder: (name) => this.placeholder(name),
       };
-      call = new DecodeCall(resources, state, newTokens, positions);
+      call = new SessionCall(resources, state, newTokens, positions);
       state.calls.set(key, call);
     }
     return this.running(() => call.run(state, tokens, counts, totalSlots));
@@ -433,7 +433,7 @@ export class Engine {
     const { extras = [] } = options;
     const stepExtras = this.decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
     const adapters = state.adapters && rows.map((row) => state.adapters![row]);
-    const other = new State(context, cache, rows.length, state.encoded, stepExtras, adapters);
+    const other = new State(context, cache, rows.length, state.encoded, stepExtras, undefined, adapters);
     other.setLengths(lengths);
     return other;
   }
