@@ -13,12 +13,12 @@
 
 import type { NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OutOfMemoryError } from "../base/errors.js";
+import { PowerSpectrum } from "../base/fourier.js";
 import { pairwiseSum } from "../base/pairwiseSum.js";
+import { resample } from "../base/resample.js";
 import { shown } from "../base/validation.js";
 import { AUDIO, type Manifest, type Preprocessing } from "../format/manifest.js";
 import { boolean, count, integer, number, object, oneOf, readTyped, type Reader } from "../format/typedJson.js";
-import { PowerSpectrum } from "./fourier.js";
-import { resample } from "./resample.js";
 
 export const WAVEFORM = "waveform";
 export const LOG_MEL = "log-mel";

@@ -9,7 +9,7 @@ import { Tokenizer } from "@huggingface/tokenizers";
 import { errorSummary, InputError, ModelFileError, quotable } from "../base/errors.js";
 import { readingTime, slowText, withinTime } from "../base/timeLimit.js";
 import { surrogateIn } from "../base/validation.js";
-import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./detokenizer.js";
+import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./decoderSteps.js";
 import { checkGrowth, hasExpressions } from "./tokenizerGrowth.js";
 
 /** The parts of a tokenizer's JSON that are read here. */

@@ -1,7 +1,7 @@
 /** The task of a file that does not generate text. The code of a task is loaded for files that have it. */
 
 import { AUDIO, stepFeatures, type Manifest } from "../format/manifest.js";
-import type { TextCode } from "../preprocess/textCode.js";
+import type { TextCode } from "../preprocess/textReader.js";
 import type { Task } from "./base.js";
 
 type TaskClass = new (manifest: Manifest, textCodes: readonly TextCode[]) => Task;

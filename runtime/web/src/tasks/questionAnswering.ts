@@ -14,8 +14,9 @@
 import { InputError, OptionError } from "../base/errors.js";
 import { checkBoolean, checkInt } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
-import { isPair, type Input, type Inputs } from "../preprocess/inputs.js";
-import type { TextCode } from "../preprocess/textCode.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import { isPair, type Input } from "../preprocess/values.js";
+import type { TextCode } from "../preprocess/textReader.js";
 import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 

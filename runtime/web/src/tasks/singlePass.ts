@@ -12,7 +12,8 @@ import { NOT_FINITE } from "../decoding/sequence.js";
 import type { Engine } from "../engine/engine.js";
 import type { EncodeStage } from "../format/manifest.js";
 import { crop, inputAndOutputSizes, type Sources } from "../format/sizes.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 import type { Outputs, Task, TaskInput } from "./base.js";
 
 const MAX_BATCH_POSITIONS = 512; // so that the output of one operator is still in the cache when the next one reads it
