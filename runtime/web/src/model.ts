@@ -180,7 +180,7 @@ export class Model {
   /**
    * Compute the cache of an input once, as the prefix of many requests: `generate(…, { prefix })`.
    *
-   * The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special tokens of
+   * The result of such a request is the result of the concatenated ids. Both texts are tokenized separately; the special tokens of
    * the tokenizer occur once, before the prefix and after the input. `release` frees the memory of the prefix.
    *
    * adapter: the adapter with which the prefix is read. Its requests must have the same one.
@@ -365,7 +365,7 @@ export class Model {
   /**
    * Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs.
    *
-   * A speech recognizer yields the results of `transcribe`, also one that generates.
+   * A speech recognizer yields the results of `transcribe`, also if it generates.
    */
   predictBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
     const { speechToText } = this.parts;

@@ -32,7 +32,7 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
   readonly maxBytes?: number;
   /**
    * Run the model in a worker, so that the page stays free while it computes: the default in pages. The worker is the file
-   * worker.js beside this one. Functions as options, such as logitsProcessor, cannot be sent to it.
+   * worker.js next to this one. Functions as options, such as logitsProcessor, cannot be sent to it.
    */
   readonly worker?: boolean;
 }

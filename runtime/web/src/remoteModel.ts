@@ -58,7 +58,7 @@ export interface Thread {
   end(): void;
 }
 
-/** Load a model in a worker, which is a file beside this one. Errors: see `Model.load`. */
+/** Load a model in a worker, which is a file next to this one. Errors: see `Model.load`. */
 export async function loadInWorker(address: ModelAddress, options: LoadOptions): Promise<RemoteModel> {
   let worker: Worker;
   try {

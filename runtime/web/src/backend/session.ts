@@ -37,7 +37,7 @@ export interface Tensor {
 
 /** Inputs and outputs of a session, bound once for any number of runs. */
 export interface Binding {
-  /** Run the session. The result is a promise if the device computes besides JavaScript's thread. */
+  /** Run the session. The result is a promise if the device computes in another thread than JavaScript. */
   run(): void | Promise<void>;
   /** Return an output for which no tensor was given, of the latest run. The caller disposes it. */
   output(name: string): Tensor;
@@ -91,7 +91,7 @@ export interface Backend {
   tensorLike(tensor: Tensor, dims: readonly number[]): Tensor;
   /** Copy parts of tensors, one copy after the other. Both tensors of a copy are where the device computes, or neither is. */
   copyParts(copies: readonly PartsCopy[]): void;
-  /** Open a graph. Throw ModelFileError for one that onnxruntime cannot read. */
+  /** Open a graph. Throw ModelFileError if onnxruntime cannot read it. */
   open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;
 }
 

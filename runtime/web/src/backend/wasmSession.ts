@@ -3,8 +3,8 @@
  *
  * The public API of onnxruntime-web copies each input into the heap and each output out of it at every run. Caches are
  * then copied at each token. Here they stay in the heap, past and present are one tensor, and names and handles are
- * written once for all runs of a binding. The functions of the module are no promise of onnxruntime-web to anybody, so
- * that its version is pinned and tests run them.
+ * written once for all runs of a binding. The functions of the module are not part of the public API of onnxruntime-web.
+ * So its version is pinned, and tests run them.
  */
 
 import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
@@ -87,7 +87,7 @@ export interface WasmOptions {
   /** Threads of one operator: more than 1 needs a page that is cross-origin isolated. */
   threads?: number;
   /**
-   * The address of ort-wasm-simd-threaded.wasm, for webgpu of ort-wasm-simd-threaded.asyncify.wasm; by default it is beside
+   * The address of ort-wasm-simd-threaded.wasm, for webgpu of ort-wasm-simd-threaded.asyncify.wasm; by default it is next to
    * onnxruntime-web's script.
    */
   wasmUrl?: string | URL;

@@ -107,7 +107,7 @@ export class GpuChoice {
     return isSoftware(this.adapter);
   }
 
-  /** Return the backend for a file. Throw DeviceError for one that this GPU cannot run. */
+  /** Return the backend for a file. Throw DeviceError if this GPU cannot run it. */
   async backendFor(needs: GpuNeeds): Promise<WebGpuBackend> {
     checkSuits(this.adapter, needs);
     try {

@@ -38,7 +38,7 @@ export class SessionCall implements DecodeCall {
   private logits!: Tensor;
   private scatter: LogitScatter | undefined;
   private bindings: Binding[] = [];
-  private slotIndices: Tensor | undefined; // its length is that of the latest run
+  private slotIndices: Tensor | undefined; // as many as in the latest run
   private readonly hasSelect: boolean;
   private readonly rows: number;
 

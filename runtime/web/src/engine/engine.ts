@@ -173,7 +173,7 @@ export class Engine {
    *
    * requests: for each request input that is not a mask, `rows` arrays, one a row. In a file with adapters also
    *     ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
-   * extras: names of extra outputs of the stage to return besides its outputs.
+   * extras: names of extra outputs of the stage to return with its outputs.
    * gatherIds: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
    */
   async encode(

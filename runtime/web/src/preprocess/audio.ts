@@ -276,7 +276,7 @@ function readChannels(sound: Sound, ownRate: number): { channels: readonly Sampl
   return { channels: all, rate };
 }
 
-/** Return the mean of channels in float32. Throw InputError for samples that are no numbers. */
+/** Return the mean of channels in float32. Throw InputError unless the samples are finite numbers. */
 function meanOf(channels: readonly Samples[], rate: number): Float32Array {
   const scaled = channels.map((channel) => {
     if (channel instanceof Float32Array) return channel;

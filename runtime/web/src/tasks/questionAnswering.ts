@@ -7,8 +7,8 @@
  * p(i, j) = softmax(start)ᵢ · softmax(end)ⱼ    for i ≤ j < i + maxAnswerTokens
  *
  * where softmax is over the context tokens and the first token of the window. Spans are widened to whole words. Spans with
- * the same text are one answer, and their probabilities are added. The probability of no answer is that of the first token
- * alone, its minimum over the windows.
+ * the same text are one answer, and their probabilities are added. The probability of no answer is the probability of the
+ * first token alone, its minimum over the windows.
  */
 
 import { InputError, OptionError } from "../base/errors.js";
