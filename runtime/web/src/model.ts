@@ -122,7 +122,7 @@ export class Model {
   async generate(input: Input, options: GenerateOptions = {}): Promise<Result> {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation);
-    const request = this.request(input, 0, settings, prefix, images);
+    const request = this.request(0, input, settings, prefix, images);
     return (await this.generator.generateAll([request], settings, signal))[0];
   }
 
@@ -134,7 +134,7 @@ export class Model {
   stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
-    const request = this.request(input, 0, settings, prefix, images);
+    const request = this.request(0, input, settings, prefix, images);
     return ownedStream(generateStream(this.generator, request, settings, signal));
   }
 
@@ -153,7 +153,7 @@ export class Model {
     const rows = prefix && !this.engine.decode.chunkedPrefill ? 1 : batchSize;
     return inOrder<Input, GenerationItem, Result>(severalInputs(inputs), {
       windowSize: WINDOW_BATCHES * batchSize,
-      read: (input, index) => ({ request: this.request(input, index, settings, prefix) }),
+      read: (input, index) => ({ request: this.request(index, input, settings, prefix) }),
       batches: (items) => generationBatches(items, rows),
       run: async (batch) => {
         const tasks = batch.map(({ request }) => generator.makeTask(request, settings));
@@ -164,8 +164,8 @@ export class Model {
   }
 
   private request(
-    input: Input,
     index: number,
+    input: Input,
     settings: Settings,
     prefix: CachedPrefix | undefined,
     images?: readonly ImageInput[],

@@ -1,6 +1,6 @@
 /**
- * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their code is loaded
- * for these files, so that a page loads less.
+ * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their
+ * code is loaded for these files, so that a page loads less.
  */
 
 import { numberArray } from "./base/arrays.js";

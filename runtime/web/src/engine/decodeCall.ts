@@ -47,7 +47,7 @@ export class SessionCall implements DecodeCall {
     private readonly resources: CallResources,
     state: State,
     private readonly newTokens: number,
-    private readonly positions: LogitPositions,
+    private readonly logitPositions: LogitPositions,
   ) {
     this.rows = state.rows;
     this.hasSelect = resources.decode.controls.includes(SELECTED_TOKENS);
@@ -61,10 +61,10 @@ export class SessionCall implements DecodeCall {
   }
 
   private allocate(state: State): void {
-    const { rows, newTokens, positions } = this;
+    const { rows, newTokens, logitPositions } = this;
     const { decode } = this.resources;
     const controls = new Set(decode.controls);
-    const selected = positions === "all" ? newTokens : 1;
+    const selected = logitPositions === "all" ? newTokens : 1;
     const shapes: [string, number[]][] = [
       [POSITIONS, [rows, newTokens]],
       [LAST_POSITION, [rows]],
@@ -89,7 +89,7 @@ export class SessionCall implements DecodeCall {
       writeNumbers(columns.data(), candidates.ids);
       this.inputs.set(COLUMN_IDS, columns);
     }
-    if (positions === "all" && this.hasSelect) {
+    if (logitPositions === "all" && this.hasSelect) {
       const low = this.low(SELECTED_TOKENS)!;
       for (let i = 0; i < rows * newTokens; i++) low[2 * i] = i % newTokens;
     }
@@ -150,7 +150,7 @@ export class SessionCall implements DecodeCall {
     if (state.stepExtras.length) state.extras = this.readExtras(binding, state.stepExtras, counts);
     const computed = this.logits.data() as Float32Array;
     const logits = this.scatter?.scatter(computed) ?? computed;
-    if (this.positions === "all" || this.hasSelect || this.newTokens === 1) return logits;
+    if (this.logitPositions === "all" || this.hasSelect || this.newTokens === 1) return logits;
     return this.lastPositions(logits, logitCount(this.resources.decode), counts);
   }
 
@@ -178,7 +178,7 @@ export class SessionCall implements DecodeCall {
     const positions = this.low(POSITIONS);
     const starts = this.low(START_SLOT);
     const newCounts = this.low(NEW_COUNTS);
-    const selected = this.positions === "last" ? this.low(SELECTED_TOKENS) : undefined;
+    const selected = this.logitPositions === "last" ? this.low(SELECTED_TOKENS) : undefined;
     const adapters = this.low(ADAPTER_ROWS);
     const last = this.inputs.get(LAST_POSITION)?.data() as Int32Array | undefined;
     const total = this.inputs.get(TOTAL_SLOTS)?.data();
@@ -245,10 +245,10 @@ export class SessionCall implements DecodeCall {
       try {
         let values = asNumbers(tensor.data(), tensor.dtype).slice();
         const shape = tensor.dims.slice(2);
-        if (this.positions === "last" && !this.hasSelect && this.newTokens > 1) {
+        if (this.logitPositions === "last" && !this.hasSelect && this.newTokens > 1) {
           values = this.lastPositions(values, sizeOf(shape), counts);
         }
-        extras.set(name, numberArray(values, this.positions === "all" ? tensor.dims : [this.rows, ...shape]));
+        extras.set(name, numberArray(values, this.logitPositions === "all" ? tensor.dims : [this.rows, ...shape]));
       } finally {
         tensor.dispose();
       }

@@ -332,7 +332,7 @@ export class Engine {
    *
    * tokens: (rows, N) ids, right-padded with any; or (rows, N, features) for a model that continues a series.
    * counts: the number of valid tokens of each row, at least 1; undefined: N for every row.
-   * positions: "last" returns (rows, vocabulary) for the last token of each row; "all" (rows, N, vocabulary).
+   * logitPositions: "last" returns (rows, vocabulary) for the last token of each row; "all" (rows, N, vocabulary).
    *
    * The next call overwrites the returned array, and the extra outputs of the state.
    * Throw InputError if a row would exceed the maximum length. Then the state is unchanged.
@@ -341,7 +341,7 @@ export class Engine {
     state: State,
     tokens: ArrayLike<number>,
     counts?: Int32Array,
-    positions: LogitPositions = "last",
+    logitPositions: LogitPositions = "last",
   ): Promise<Float32Array> {
     state.check();
     const { rows } = state;
@@ -355,7 +355,7 @@ export class Engine {
       throw new UnsupportedCallError("rows with a past read one token at a time, and several were given");
     }
     if (state.cache.reserve(totalSlots, state.maxRowLength)) state.dropCalls();
-    let key = `${newTokens} ${positions}`;
+    let key = `${newTokens} ${logitPositions}`;
     if (rows * newTokens > MAX_CACHED_CALL_TOKENS) {
       key = LARGE_CALL;
       state.calls.get(key)?.dispose();
@@ -371,7 +371,7 @@ export class Engine {
         inputNames,
         placeholder: (name) => this.placeholder(name),
       };
-      call = new SessionCall(resources, state, newTokens, positions);
+      call = new SessionCall(resources, state, newTokens, logitPositions);
       state.calls.set(key, call);
     }
     return this.running(() => call.run(state, tokens, counts, totalSlots));

@@ -144,7 +144,7 @@ async function runBatch(engine: Engine, task: Task, requests: readonly Request[]
     requests.forEach((request, row) => {
       const sizes = inputAndOutputSizes(encode, request.sources);
       const own = outputs.map(({ spec, values, shape }) => {
-        const { data, shape: kept } = crop(values, row * sizeOf(shape), shape, spec.shape.slice(1), sizes);
+        const { data, shape: kept } = crop(sizes, spec.shape.slice(1), values, row * sizeOf(shape), shape);
         return numberArray(data, kept);
       });
       request.outputs = task.selectOutputs(own, request.sources);
