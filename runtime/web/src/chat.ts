@@ -19,7 +19,8 @@ import type { State } from "./engine/state.js";
 import { adapterNumber } from "./format/manifest.js";
 import type { Sources } from "./format/sizes.js";
 import { conversation, type MessagePart, type PromptTemplate } from "./preprocess/conversation.js";
-import type { Inputs, Value } from "./preprocess/inputs.js";
+import type { Inputs } from "./preprocess/inputs.js";
+import type { Value } from "./preprocess/values.js";
 
 const PREFILL_CHUNK_TOKENS = 256; // of one step
 

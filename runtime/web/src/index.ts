@@ -22,17 +22,17 @@ export type { Manifest } from "./format/manifest.js";
 export type { Progress } from "./loading/download.js";
 export type { ModelAddress } from "./loading/source.js";
 export type { ModelStore } from "./loading/store.js";
-export {
-  Model,
-  type AttentionLabels,
-  type BatchOptions,
-  type GenerateOptions,
-  type LoadOptions,
-  type PredictOptions,
-  type ReadOptions,
-} from "./model.js";
+export { Model } from "./load.js";
+export type {
+  AttentionLabels,
+  BatchOptions,
+  GenerateOptions,
+  LoadOptions,
+  PredictOptions,
+  ReadOptions,
+} from "./modelTypes.js";
 export type { Message, MessagePart, Tools } from "./preprocess/conversation.js";
-export type { Input, Value } from "./preprocess/inputs.js";
+export type { Input, Value } from "./preprocess/values.js";
 export type { Classification } from "./tasks/classification.js";
 export type { Vectors } from "./tasks/features.js";
 export type { Segment, Transcription } from "./tasks/speech.js";

@@ -1,13 +1,11 @@
-/** `Model`: a loaded model file, and the calls of all tasks. */
+/** `Model`: a loaded model file, and the calls of all tasks. `Model.load` of `load.ts` makes it. */
 
 import { numberArray, type NumberArray } from "./base/arrays.js";
-import { checkAborted, InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
+import { InputError, OptionError, UnsupportedCallError } from "./base/errors.js";
 import { ownedStream } from "./base/ownedStream.js";
-import { checkBoolean, checkInt, checkNames, invalidValue, MAX_THREADS } from "./base/validation.js";
-import { chooseDevice, isNode } from "./backend/devices.js";
+import { checkBoolean, checkInt, checkNames } from "./base/validation.js";
 import { closedError } from "./backend/session.js";
-import type { WasmOptions } from "./backend/wasmSession.js";
-import { CachedPrefix, Chat, type CallOptions } from "./chat.js";
+import { CachedPrefix, Chat } from "./chat.js";
 import { Generator } from "./decoding/generator.js";
 import { settingsOf, type GenerationOptions, type Settings } from "./decoding/options.js";
 import { inOrder, WINDOW_BATCHES, type Item } from "./decoding/ordered.js";
@@ -15,7 +13,7 @@ import { adapterInput, makeRequest, type Request, type Result } from "./decoding
 import { MAX_PREFILL_POSITIONS } from "./decoding/scheduler.js";
 import type { SequenceTask } from "./decoding/sequence.js";
 import { generateStream } from "./decoding/streaming.js";
-import { Engine } from "./engine/engine.js";
+import type { Engine } from "./engine/engine.js";
 import {
   adapterNumber,
   ATTENTIONS,
@@ -27,14 +25,13 @@ import {
   type ExtraOutput,
   type Manifest,
 } from "./format/manifest.js";
-import { loadParts, type ModelParts } from "./modelParts.js";
-import type { Progress } from "./loading/download.js";
-import type { ModelAddress } from "./loading/source.js";
-import type { ModelStore } from "./loading/store.js";
+import type { ModelParts } from "./modelParts.js";
+import type { AttentionLabels, BatchOptions, GenerateOptions, PredictOptions, ReadOptions } from "./modelTypes.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { ImageInput } from "./preprocess/images.js";
-import { Inputs, picturedPrompt, type Input, type Value } from "./preprocess/inputs.js";
+import { Inputs } from "./preprocess/inputs.js";
+import { picturedPrompt, type Input, type Value } from "./preprocess/values.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
@@ -47,47 +44,6 @@ import type { Filled } from "./tasks/fillMask.js";
 import type { ForecastOptions } from "./tasks/forecasting.js";
 import { runSinglePass } from "./tasks/singlePass.js";
 
-/** How a model is loaded. */
-export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary"> {
-  /**
-   * "node", "wasm", "webgpu", or "auto" (the default): in Node onnxruntime-node if it is installed, in browsers the GPU for
-   * files that suit it, and else WebAssembly. `Model.device` says which.
-   */
-  readonly device?: string;
-  /** Threads of one operator; by default the tuned number of the file, or one per core; in a browser 1 to 4. */
-  readonly threads?: number;
-  /** Compare the file with its digest, so that damage is an error. The default is true. */
-  readonly verify?: boolean;
-  readonly signal?: AbortSignal;
-  /** Called while the file is downloaded. */
-  readonly onProgress?: (progress: Progress) => void;
-  /**
-   * Where a downloaded file is kept for the next time: "cache-api" (the default in pages), "opfs" (the origin private file
-   * system), false (nowhere; the default in Node), or a store of your own. A file that has changed is loaded anew.
-   */
-  readonly cache?: "cache-api" | "opfs" | false | ModelStore;
-  /** Refuse a model of more bytes before it is downloaded. WebAssembly's memory has 4 GB. */
-  readonly maxBytes?: number;
-  /**
-   * Run the model in a worker, so that the page stays free while it computes: the default in pages. The worker is the file
-   * worker.js beside this one. Functions as options, such as logitsProcessor, cannot be sent to it.
-   */
-  readonly worker?: boolean;
-}
-
-const LOAD_OPTIONS = [
-  "device",
-  "threads",
-  "verify",
-  "signal",
-  "onProgress",
-  "cache",
-  "maxBytes",
-  "worker",
-  "wasmUrl",
-  "wasmBinary",
-];
-const WASM_BYTES = 2 ** 32;
 /** Kind of extra outputs → its name, and the option of the export that writes them. */
 const EXTRAS = {
   [CROSS_ATTENTIONS]: ["cross-attention weights", "--cross-attentions"],
@@ -95,51 +51,7 @@ const EXTRAS = {
   [HIDDEN_STATES]: ["hidden states", "--hidden-states NAME"],
 } as const;
 
-/** Options of a call for one input. */
-export type GenerateOptions = CallOptions & {
-  /** A cached prefix that goes before the input, from `cachePrefix`. */
-  readonly prefix?: CachedPrefix;
-  /** The pictures of a prompt, for a model that reads them, in the order of their markers in the text. */
-  readonly images?: readonly ImageInput[];
-};
-
-/** Options of a call for many inputs. */
-export type BatchOptions = CallOptions & {
-  /** Inputs that are computed together; 32 by default. */
-  readonly batchSize?: number;
-  /** A cached prefix that goes before each input, from `cachePrefix`. */
-  readonly prefix?: CachedPrefix;
-};
-
-/** Options of a call that reads given tokens. */
-export interface ReadOptions {
-  /** The name of the adapter to use, in a file with adapters. */
-  readonly adapter?: string;
-  readonly signal?: AbortSignal;
-}
-
 const READ_OPTIONS = ["adapter", "signal"];
-
-/** Options of `predict`. */
-export interface PredictOptions {
-  /** Cut inputs that are too long, of a pair the longer text first; otherwise they throw InputError. */
-  readonly truncate?: boolean;
-  /** Inputs of similar length that are computed together. */
-  readonly batchSize?: number;
-  /** The name of the adapter to use, in a file with adapters. */
-  readonly adapter?: string;
-  readonly signal?: AbortSignal;
-  /** Settings of the task, such as topK. */
-  readonly [setting: string]: unknown;
-}
-
-/** Labels of attention weights. */
-export interface AttentionLabels {
-  /** Of the source positions. */
-  readonly source: string[];
-  /** Of the generated tokens. */
-  readonly tokens: string[];
-}
 
 interface GenerationItem extends Item<Result> {
   readonly request: Request;
@@ -157,54 +69,14 @@ export class Model {
   private readonly generator: Generator;
   private template: PromptTemplate | undefined;
 
-  private constructor(
+  /** Use `Model.load`. */
+  constructor(
     private readonly engine: Engine,
     private readonly parts: ModelParts,
   ) {
     this.manifest = engine.manifest;
     this.inputs = new Inputs(engine.manifest, parts.dataReaders, parts.textCodes, parts.promptItems);
     this.generator = new Generator(engine, this.inputs.outputCodec);
-  }
-
-  /**
-   * Load a file of tformer-export.
-   *
-   * address: the name of a file (in Node), its address, its bytes, or a File.
-   * Throw ModelFileError, DeviceError, OptionError, AbortedError, or MissingExtraError without onnxruntime-node.
-   */
-  static async load(address: ModelAddress, options: LoadOptions = {}): Promise<Model> {
-    checkNames(Object.keys(options), LOAD_OPTIONS);
-    const { device = "auto", verify = true, threads, signal, onProgress, wasmUrl, wasmBinary } = options;
-    checkBoolean("verify", verify);
-    checkAborted(signal);
-    if (onProgress !== undefined && typeof onProgress !== "function") {
-      throw invalidValue("onProgress", "a function", onProgress);
-    }
-    if (options.maxBytes !== undefined) checkInt("maxBytes", options.maxBytes, 1, Number.MAX_SAFE_INTEGER);
-    const isPage = !isNode() && typeof document !== "undefined" && typeof Worker === "function";
-    if (checkBoolean("worker", options.worker ?? isPage)) {
-      if (!isPage)
-        throw new OptionError("worker must be false outside a page: a worker of a page runs the model", "worker");
-      return (await import("./remoteModel.js")).loadInWorker(address, options);
-    }
-    // A page whose models are in workers does not load their code.
-    const [{ readSource }, { storeOf }] = await Promise.all([
-      import("./loading/source.js"),
-      import("./loading/store.js"),
-    ]);
-    const store = await storeOf(options.cache);
-    if (threads !== undefined) checkInt("threads", threads, 1, MAX_THREADS);
-    const choice = await chooseDevice(device, { threads, wasmUrl, wasmBinary });
-    const { mapsWeights } = choice;
-    const maxBytes = Math.min(options.maxBytes ?? Infinity, mapsWeights === "bytes" ? WASM_BYTES : Infinity);
-    const source = await readSource(address, { signal, onProgress, store, maxBytes, verify, mapsWeights });
-    const engine = await choice.open(source, (backend) => Engine.open(source, backend));
-    try {
-      return new Model(engine, await loadParts(engine));
-    } catch (error) {
-      engine.close();
-      throw error;
-    }
   }
 
   /** The device of the model: "node", "wasm" or "webgpu". */
@@ -250,7 +122,7 @@ export class Model {
   async generate(input: Input, options: GenerateOptions = {}): Promise<Result> {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation);
-    const request = this.request(input, 0, settings, prefix, images);
+    const request = this.request(0, input, settings, prefix, images);
     return (await this.generator.generateAll([request], settings, signal))[0];
   }
 
@@ -262,7 +134,7 @@ export class Model {
   stream(input: Input, options: GenerateOptions = {}): AsyncGenerator<string, Result> {
     const { signal, prefix, images, ...generation } = options;
     const settings = this.settings(generation, true);
-    const request = this.request(input, 0, settings, prefix, images);
+    const request = this.request(0, input, settings, prefix, images);
     return ownedStream(generateStream(this.generator, request, settings, signal));
   }
 
@@ -281,7 +153,7 @@ export class Model {
     const rows = prefix && !this.engine.decode.chunkedPrefill ? 1 : batchSize;
     return inOrder<Input, GenerationItem, Result>(severalInputs(inputs), {
       windowSize: WINDOW_BATCHES * batchSize,
-      read: (input, index) => ({ request: this.request(input, index, settings, prefix) }),
+      read: (input, index) => ({ request: this.request(index, input, settings, prefix) }),
       batches: (items) => generationBatches(items, rows),
       run: async (batch) => {
         const tasks = batch.map(({ request }) => generator.makeTask(request, settings));
@@ -292,8 +164,8 @@ export class Model {
   }
 
   private request(
-    input: Input,
     index: number,
+    input: Input,
     settings: Settings,
     prefix: CachedPrefix | undefined,
     images?: readonly ImageInput[],
@@ -308,7 +180,7 @@ export class Model {
   /**
    * Compute the cache of an input once, as the prefix of many requests: `generate(…, { prefix })`.
    *
-   * The result of such a request is that of the concatenated ids. Both texts are tokenized separately; the special tokens of
+   * The result of such a request is the result of the concatenated ids. Both texts are tokenized separately; the special tokens of
    * the tokenizer occur once, before the prefix and after the input. `release` frees the memory of the prefix.
    *
    * adapter: the adapter with which the prefix is read. Its requests must have the same one.
@@ -493,7 +365,7 @@ export class Model {
   /**
    * Run `predict` for any number of inputs, read lazily. Yield the results in the order of the inputs.
    *
-   * A speech recognizer yields the results of `transcribe`, also one that generates.
+   * A speech recognizer yields the results of `transcribe`, also if it generates.
    */
   predictBatch(inputs: Iterable<Input> | AsyncIterable<Input>, options: PredictOptions = {}): AsyncGenerator<unknown> {
     const { speechToText } = this.parts;

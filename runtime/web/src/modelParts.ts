@@ -1,6 +1,6 @@
 /**
- * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their code is loaded
- * for these files, so that a page loads less.
+ * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their
+ * code is loaded for these files, so that a page loads less.
  */
 
 import { numberArray } from "./base/arrays.js";
@@ -14,7 +14,7 @@ import type { Sound } from "./preprocess/audio.js";
 import type { PromptTemplate } from "./preprocess/conversation.js";
 import type { DataReader } from "./preprocess/inputs.js";
 import type { PromptItems } from "./preprocess/promptItems.js";
-import type { TextCode } from "./preprocess/textCode.js";
+import type { TextCode } from "./preprocess/textReader.js";
 import type { Task } from "./tasks/base.js";
 import type { Forecaster } from "./tasks/forecasting.js";
 import { isSpeechToText, taskOf } from "./tasks/index.js";
@@ -76,7 +76,7 @@ export async function loadParts(engine: Engine): Promise<ModelParts> {
 async function textCodesOf({ tokenizers }: Manifest): Promise<TextCode[]> {
   if (!tokenizers.length) return [];
   if (isNode()) await startTimeLimits();
-  const { TextCode } = await import("./preprocess/textCode.js");
+  const { TextCode } = await import("./preprocess/textReader.js");
   return tokenizers.map((definition) => new TextCode(definition));
 }
 

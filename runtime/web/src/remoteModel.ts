@@ -18,19 +18,20 @@ import { releasedPrefixError, type Result } from "./decoding/request.js";
 import type { Manifest } from "./format/manifest.js";
 import { absoluteAddress, type ModelAddress } from "./loading/source.js";
 import type { ModelStore } from "./loading/store.js";
+import type { Model } from "./model.js";
 import type {
   AttentionLabels,
   BatchOptions,
   GenerateOptions,
   LoadOptions,
-  Model,
   PredictOptions,
+  Public,
   ReadOptions,
-} from "./model.js";
+} from "./modelTypes.js";
 import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { ImageInput } from "./preprocess/images.js";
-import { picturedPrompt, type Input, type Value } from "./preprocess/inputs.js";
+import { picturedPrompt, type Input, type Value } from "./preprocess/values.js";
 import type { History } from "./preprocess/series.js";
 import type { Transcription } from "./tasks/speech.js";
 import type { Classification } from "./tasks/classification.js";
@@ -41,7 +42,6 @@ import type { Span } from "./tasks/tokenClassification.js";
 import { Connection, type OnLate, type Port } from "./worker/connection.js";
 import type { LoadCall, SentPrefix, SentTurn, SharedIterator } from "./worker/host.js";
 
-type Public<T> = Pick<T, keyof T>;
 type Memory = ReturnType<Model["memory"]>;
 type AnyOptions = { readonly signal?: AbortSignal } & object;
 type Inputs<T> = Iterable<T> | AsyncIterable<T>;
@@ -58,8 +58,8 @@ export interface Thread {
   end(): void;
 }
 
-/** Load a model in a worker, which is a file beside this one. Errors: see `Model.load`. */
-export async function loadInWorker(address: ModelAddress, options: LoadOptions): Promise<Model> {
+/** Load a model in a worker, which is a file next to this one. Errors: see `Model.load`. */
+export async function loadInWorker(address: ModelAddress, options: LoadOptions): Promise<RemoteModel> {
   let worker: Worker;
   try {
     worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module", name: "tformer" });
@@ -107,7 +107,7 @@ export class RemoteModel implements Public<Model> {
   }
 
   /** Load the model. An error ends the thread. */
-  async load(address: ModelAddress, options: LoadOptions): Promise<Model> {
+  async load(address: ModelAddress, options: LoadOptions): Promise<RemoteModel> {
     const { signal, onProgress, cache, ...rest } = options;
     this.onProgress = onProgress;
     const hasStore = typeof cache === "object" && cache !== null;
@@ -128,7 +128,7 @@ export class RemoteModel implements Public<Model> {
       this.end(error);
       throw error;
     }
-    return this as unknown as Model;
+    return this;
   }
 
   /** End all calls with an error. */

@@ -5,30 +5,54 @@ import { expect, test } from "vitest";
 const SOURCE = resolve(import.meta.dirname, "../src");
 // A folder imports only itself and the folders before it. Files of src/ itself may import all.
 const ORDER = ["base", "format", "preprocess", "backend", "engine", "decoding", "tasks", "loading", "worker"];
+const MAX_FILES = 20; // in one folder
 
 const PAGE = resolve(import.meta.dirname, "../../tformer_serve/page");
 const DEMO = resolve(import.meta.dirname, "../demo");
 
-/** The files that a script imports. */
+/** The files that a script imports, also late or for their types. */
 function imports(file: string): string[] {
   const text = readFileSync(file, "utf8");
-  return [...text.matchAll(/(?:from|import\()\s*"([^"]+)"/g)].map(([, path]) => resolve(dirname(file), path));
+  return [...text.matchAll(/(?:from|import)[\s(]*"(\.[^"]+)"/g)].map(([, path]) => resolve(dirname(file), path));
 }
 
-test("a folder imports only the folders before it", () => {
-  const files = readdirSync(SOURCE, { recursive: true, encoding: "utf8" }).filter((file) => file.endsWith(".ts"));
-  expect(files.length).toBeGreaterThan(40);
-  for (const file of files) {
+/** The files of the library, each with those that it imports. */
+const IMPORTS = new Map(
+  readdirSync(SOURCE, { recursive: true, encoding: "utf8" })
+    .filter((file) => file.endsWith(".ts"))
+    .map((file) => {
+      const targets = imports(join(SOURCE, file)).map((target) => relative(SOURCE, target).replace(/js$/, "ts"));
+      return [file, targets] as const;
+    }),
+);
+
+test("a folder is small, and imports only the folders before it", () => {
+  expect(IMPORTS.size).toBeGreaterThan(40);
+  for (const [file, targets] of IMPORTS) {
     const [folder, ...rest] = file.split("/");
     if (!rest.length) continue;
     expect(ORDER, file).toContain(folder);
-    const text = readFileSync(join(SOURCE, file), "utf8");
-    for (const [, path] of text.matchAll(/(?:from|import\()\s*"(\.[^"]+)"/g)) {
-      const target = relative(SOURCE, resolve(SOURCE, dirname(file), path)).split("/");
-      expect(target.length, `${file} imports ${path}`).toBe(2);
-      expect(ORDER.indexOf(target[0]), `${file} imports ${path}`).toBeLessThanOrEqual(ORDER.indexOf(folder));
+    expect(readdirSync(join(SOURCE, folder)).length, folder).toBeLessThanOrEqual(MAX_FILES);
+    for (const target of targets) {
+      const [targetFolder, ...name] = target.split("/");
+      expect(name.length, `${file} imports ${target}`).toBe(1);
+      expect(ORDER.indexOf(targetFolder), `${file} imports ${target}`).toBeLessThanOrEqual(ORDER.indexOf(folder));
     }
   }
+});
+
+test("no files import each other in a circle", () => {
+  const done = new Set<string>();
+  const circles: string[] = [];
+  const follow = (file: string, path: readonly string[]) => {
+    const begin = path.indexOf(file);
+    if (begin >= 0) circles.push([...path.slice(begin), file].join(" → "));
+    if (begin >= 0 || done.has(file)) return;
+    for (const target of IMPORTS.get(file)!) follow(target, [...path, file]);
+    done.add(file);
+  };
+  for (const file of IMPORTS.keys()) follow(file, []);
+  expect(circles).toEqual([]);
 });
 
 test("components of the pages import one another alone, and a page them and its own files", () => {

@@ -28,7 +28,7 @@ interface NamedBytes {
 /** The device for a file that is still to be read. */
 export interface DeviceChoice {
   readonly mapsWeights: Backend["mapsWeights"];
-  /** Open the file with a backend for it. Throw DeviceError for one that the device cannot run, and the errors of `open`. */
+  /** Open the file with a backend for it. Throw DeviceError if the device cannot run it, and the errors of `open`. */
   open<T>(file: NamedBytes, open: (backend: Backend) => Promise<T>): Promise<T>;
 }
 

@@ -133,14 +133,14 @@ export class Gpu {
     }
   }
 
-  /** Free the device and its buffers. Calls that come later are those of a lost device. */
+  /** Free the device and its buffers. Later calls fail as those of a lost device do. */
   destroy(reason: string): void {
     this.reason ??= reason;
     this.isLost = true;
     this.device.destroy();
   }
 
-  /** Return a buffer of zeros. Throw OutOfMemoryError for one that the GPU cannot bind. */
+  /** Return a buffer of zeros. Throw OutOfMemoryError if the GPU cannot bind it. */
   buffer(bytes: number): GPUBuffer {
     const limit = maxTensorBytes(this.device.limits);
     if (bytes > limit) {

@@ -2,12 +2,13 @@
 
 import type * as Ort from "onnxruntime-node";
 import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
-import { DeviceError, MissingExtraError, OutOfMemoryError } from "../base/errors.js";
+import { DeviceError, MissingExtraError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
 import {
   checkPrecision,
-  closedError,
-  copyInMemory,
+  HandledSession,
+  HostBackend,
+  noRoom,
   openingError,
   translateError,
   withRows,
@@ -15,7 +16,6 @@ import {
   type Binding,
   type Inputs,
   type Outputs,
-  type PartsCopy,
   type Session,
   type Tensor,
   type Weights,
@@ -62,29 +62,19 @@ async function switchTelemetryOff(): Promise<void> {
   process.env[NO_TELEMETRY] = "1";
 }
 
-class NodeBackend implements Backend {
+class NodeBackend extends HostBackend {
   readonly device = "node";
   readonly mapsWeights = "file";
 
   constructor(
     private readonly ort: typeof Ort,
     private readonly threads: number | undefined,
-  ) {}
+  ) {
+    super();
+  }
 
   tensor(dtype: Dtype, dims: readonly number[]): Tensor {
     return new NodeTensor(this.ort, dtype, dims, newArray(dtype, sizeOf(dims)));
-  }
-
-  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
-    return this.tensor(dtype, dims);
-  }
-
-  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
-    return this.tensor(dtype, dims);
-  }
-
-  copyParts(copies: readonly PartsCopy[]): void {
-    copyInMemory(copies);
   }
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
@@ -140,27 +130,21 @@ class NodeTensor implements Tensor {
   dispose(): void {} // the garbage collector frees it
 }
 
-class NodeSession implements Session {
+class NodeSession extends HandledSession<Ort.InferenceSession> {
   constructor(
     private readonly ort: typeof Ort,
-    private session: Ort.InferenceSession | undefined,
-    private readonly name: string,
-  ) {}
+    session: Ort.InferenceSession,
+    name: string,
+  ) {
+    super(session, name);
+  }
 
   bind(inputs: Inputs, outputs: Outputs): Binding {
-    if (!this.session) throw closedError();
     return new NodeBinding(this.ort, this, this.name, inputs, outputs);
   }
 
-  get open(): Ort.InferenceSession {
-    if (!this.session) throw closedError();
-    return this.session;
-  }
-
-  dispose(): void {
-    const session = this.session;
-    this.session = undefined;
-    void session?.release();
+  protected release(session: Ort.InferenceSession): void {
+    void session.release();
   }
 }
 
@@ -183,7 +167,7 @@ class NodeBinding implements Binding {
 
   async run(): Promise<void> {
     try {
-      this.results = await this.session.open.run(this.feeds, this.fetches);
+      this.results = await this.session.handle.run(this.feeds, this.fetches);
     } catch (error) {
       throw translateError(error, this.name);
     }
@@ -203,11 +187,6 @@ function newArray(dtype: Dtype, size: number): TypedArray {
   try {
     return new (arrayClass(dtype))(size);
   } catch (error) {
-    throw new OutOfMemoryError(
-      `${(size * itemBytes(dtype)).toLocaleString("en-US")} bytes are needed at once, which this machine does not ` +
-        "have: ask for fewer beams or sequences, or for fewer tokens",
-      undefined,
-      error,
-    );
+    throw noRoom(size * itemBytes(dtype), "this machine", error);
   }
 }

@@ -1,5 +1,5 @@
 /**
- * What a device offers: tensors, and sessions that run a graph on them.
+ * What a device offers: tensors, and sessions that run a graph on them. Node and WebAssembly share the base classes.
  *
  * All calls of onnxruntime go through the implementations of these interfaces. So each of onnxruntime's unrelated errors
  * becomes an error of `base/errors` in one place.
@@ -37,7 +37,7 @@ export interface Tensor {
 
 /** Inputs and outputs of a session, bound once for any number of runs. */
 export interface Binding {
-  /** Run the session. The result is a promise if the device computes besides JavaScript's thread. */
+  /** Run the session. The result is a promise if the device computes in another thread than JavaScript. */
   run(): void | Promise<void>;
   /** Return an output for which no tensor was given, of the latest run. The caller disposes it. */
   output(name: string): Tensor;
@@ -91,7 +91,7 @@ export interface Backend {
   tensorLike(tensor: Tensor, dims: readonly number[]): Tensor;
   /** Copy parts of tensors, one copy after the other. Both tensors of a copy are where the device computes, or neither is. */
   copyParts(copies: readonly PartsCopy[]): void;
-  /** Open a graph. Throw ModelFileError for one that onnxruntime cannot read. */
+  /** Open a graph. Throw ModelFileError if onnxruntime cannot read it. */
   open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;
 }
 
@@ -151,19 +151,6 @@ export function checkPrecision(manifest: Manifest, name: string): void {
   }
 }
 
-/** Copy parts of tensors that JavaScript reads and writes. */
-export function copyInMemory(copies: readonly PartsCopy[]): void {
-  for (const { from, fromStart, fromStride, to, toStart, toStride, size, parts } of copies) {
-    const [source, target] = [from.data(), to.data()];
-    const isSame = source.buffer === target.buffer && source.byteOffset === target.byteOffset;
-    for (let part = 0; part < parts; part++) {
-      const [begin, place] = [fromStart + part * fromStride, toStart + part * toStride];
-      if (isSame) target.copyWithin(place, begin, begin + size);
-      else (target as Uint8Array).set(source.subarray(begin, begin + size) as Uint8Array, place);
-    }
-  }
-}
-
 /** Return a tensor's dimensions with another number of rows. */
 export function withRows(dims: readonly number[], count: number): number[] {
   return [count, ...dims.slice(1)];
@@ -172,4 +159,65 @@ export function withRows(dims: readonly number[], count: number): number[] {
 /** Return the error of a call of a closed model. */
 export function closedError(): UnsupportedCallError {
   return new UnsupportedCallError("the model is closed: load the file again with Model.load()");
+}
+
+/** Return the error of a tensor for which a memory has no room. memory: its name. */
+export function noRoom(bytes: number, memory: string, cause?: unknown): OutOfMemoryError {
+  return new OutOfMemoryError(
+    `${bytes.toLocaleString("en-US")} bytes are needed at once, which ${memory} does not have: ask for fewer beams or ` +
+      "sequences, or for fewer tokens",
+    undefined,
+    cause,
+  );
+}
+
+/** A backend whose tensors are all in memory that JavaScript reads and writes. */
+export abstract class HostBackend implements Backend {
+  abstract readonly device: DeviceName;
+  abstract readonly mapsWeights: "file" | "bytes";
+  abstract tensor(dtype: Dtype, dims: readonly number[]): Tensor;
+  abstract open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session>;
+
+  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
+    return this.tensor(dtype, dims);
+  }
+
+  copyParts(copies: readonly PartsCopy[]): void {
+    for (const { from, fromStart, fromStride, to, toStart, toStride, size, parts } of copies) {
+      const [source, target] = [from.data(), to.data()];
+      const isSame = source.buffer === target.buffer && source.byteOffset === target.byteOffset;
+      for (let part = 0; part < parts; part++) {
+        const [begin, place] = [fromStart + part * fromStride, toStart + part * toStride];
+        if (isSame) target.copyWithin(place, begin, begin + size);
+        else (target as Uint8Array).set(source.subarray(begin, begin + size) as Uint8Array, place);
+      }
+    }
+  }
+}
+
+/** A session until its end. Handle: of the session in onnxruntime. name: of the model file. */
+export abstract class HandledSession<Handle> implements Session {
+  constructor(
+    private open: Handle | undefined,
+    protected readonly name: string,
+  ) {}
+
+  abstract bind(inputs: Inputs, outputs: Outputs): Binding;
+  protected abstract release(handle: Handle): void;
+
+  /** Throw UnsupportedCallError for a session that has ended. */
+  get handle(): Handle {
+    if (!this.open) throw closedError();
+    return this.open;
+  }
+
+  dispose(): void {
+    const { open } = this;
+    this.open = undefined;
+    if (open) this.release(open);
+  }
 }

@@ -3,19 +3,20 @@
  *
  * The public API of onnxruntime-web copies each input into the heap and each output out of it at every run. Caches are
  * then copied at each token. Here they stay in the heap, past and present are one tensor, and names and handles are
- * written once for all runs of a binding. The functions of the module are no promise of onnxruntime-web to anybody, so
- * that its version is pinned and tests run them.
+ * written once for all runs of a binding. The functions of the module are not part of the public API of onnxruntime-web.
+ * So its version is pinned, and tests run them.
  */
 
 import { arrayClass, itemBytes, sizeOf, type Dtype, type TypedArray } from "../base/arrays.js";
-import { DeviceError, OutOfMemoryError, type TformerError } from "../base/errors.js";
+import { DeviceError, type TformerError } from "../base/errors.js";
 import { DATA_TYPES } from "../format/onnxFields.js";
 import type { Manifest } from "../format/manifest.js";
 import { readingFile } from "../format/modelFile.js";
 import {
   checkPrecision,
-  closedError,
-  copyInMemory,
+  HandledSession,
+  HostBackend,
+  noRoom,
   openingError,
   translateError,
   withRows,
@@ -24,7 +25,6 @@ import {
   type DeviceName,
   type Inputs,
   type Outputs,
-  type PartsCopy,
   type Session,
   type Tensor,
   type Weights,
@@ -87,7 +87,7 @@ export interface WasmOptions {
   /** Threads of one operator: more than 1 needs a page that is cross-origin isolated. */
   threads?: number;
   /**
-   * The address of ort-wasm-simd-threaded.wasm, for webgpu of ort-wasm-simd-threaded.asyncify.wasm; by default it is beside
+   * The address of ort-wasm-simd-threaded.wasm, for webgpu of ort-wasm-simd-threaded.asyncify.wasm; by default it is next to
    * onnxruntime-web's script.
    */
   wasmUrl?: string | URL;
@@ -163,12 +163,7 @@ export class Heap {
 
   allocate(bytes: number): number {
     const pointer = bytes < MEMORY_BYTES ? this.module._malloc(bytes) >>> 0 : 0; // of more it takes the lower 32 bits
-    if (!pointer) {
-      throw new OutOfMemoryError(
-        `${bytes.toLocaleString("en-US")} bytes are needed at once, which WebAssembly's memory does not have: ask for ` +
-          "fewer beams or sequences, or for fewer tokens",
-      );
-    }
+    if (!pointer) throw noRoom(bytes, "WebAssembly's memory");
     return pointer;
   }
 
@@ -224,11 +219,13 @@ export class Heap {
   }
 }
 
-export class WasmBackend implements Backend {
+export class WasmBackend extends HostBackend {
   readonly device: DeviceName = "wasm";
   readonly mapsWeights = "bytes";
 
-  constructor(protected readonly heap: Heap) {}
+  constructor(protected readonly heap: Heap) {
+    super();
+  }
 
   /** The bytes of the module's memory, which grows and never shrinks. */
   get heapBytes(): number {
@@ -246,18 +243,6 @@ export class WasmBackend implements Backend {
       this.heap.module._free(raw);
       throw error;
     }
-  }
-
-  deviceTensor(dtype: Dtype, dims: readonly number[]): Tensor {
-    return this.tensor(dtype, dims);
-  }
-
-  tensorLike({ dtype }: Tensor, dims: readonly number[]): Tensor {
-    return this.tensor(dtype, dims);
-  }
-
-  copyParts(copies: readonly PartsCopy[]): void {
-    copyInMemory(copies);
   }
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
@@ -368,25 +353,21 @@ export class WasmTensor implements HandledTensor {
   }
 }
 
-export class WasmSession implements Session {
+export class WasmSession extends HandledSession<number> {
   constructor(
     protected readonly heap: Heap,
-    protected session: number,
-    protected readonly name: string,
-  ) {}
-
-  get handle(): number {
-    if (!this.session) throw closedError();
-    return this.session;
+    handle: number,
+    name: string,
+  ) {
+    super(handle, name);
   }
 
   bind(inputs: Inputs, outputs: Outputs): Binding {
     return new WasmBinding(this.heap, this, this.name, inputs, outputs);
   }
 
-  dispose(): void {
-    if (this.session) this.heap.module._OrtReleaseSession(this.session);
-    this.session = 0;
+  protected release(handle: number): void {
+    this.heap.module._OrtReleaseSession(handle);
   }
 }
 

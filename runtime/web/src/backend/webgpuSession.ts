@@ -107,7 +107,7 @@ export class GpuChoice {
     return isSoftware(this.adapter);
   }
 
-  /** Return the backend for a file. Throw DeviceError for one that this GPU cannot run. */
+  /** Return the backend for a file. Throw DeviceError if this GPU cannot run it. */
   async backendFor(needs: GpuNeeds): Promise<WebGpuBackend> {
     checkSuits(this.adapter, needs);
     try {
@@ -358,15 +358,12 @@ class WebGpuSession extends WasmSession {
     return new WebGpuBinding(this.runtime, this, this.name, inputs, outputs);
   }
 
-  override dispose(): void {
+  protected override release(handle: number): void {
     const { module, turns, sessions } = this.runtime;
-    if (!this.session) return;
-    const { session } = this;
-    this.session = 0;
-    sessions.delete(session);
+    sessions.delete(handle);
     const release = async () => {
-      module._OrtReleaseSession(session);
-      module.webgpuOnReleaseSession(session);
+      module._OrtReleaseSession(handle);
+      module.webgpuOnReleaseSession(handle);
     };
     turns.take(release).catch(() => {}); // with a lost GPU the module is left alone
   }

@@ -47,6 +47,13 @@ export function sizeOf(shape: readonly number[]): number {
   return size;
 }
 
+/** Return the sum of values. */
+export function sum(values: ArrayLike<number>): number {
+  let total = 0;
+  for (let i = 0; i < values.length; i++) total += values[i];
+  return total;
+}
+
 /** Append any number of values, which as arguments of `push` would have to fit on the stack. */
 export function append<T>(target: T[], values: Iterable<T>): void {
   for (const value of values) target.push(value);

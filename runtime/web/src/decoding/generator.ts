@@ -132,7 +132,7 @@ export class Generator {
       for (const [name, value] of history.stackSteps(length, sizes, shapes)) values.set(name, value);
     }
     for (const [name, { data, shape }] of task.encoderOutputs) {
-      const cropped = crop(data, 0, shape, extras.get(name)!.shape.slice(1), sizes);
+      const cropped = crop(sizes, extras.get(name)!.shape.slice(1), data, 0, shape);
       values.set(name, numberArray(cropped.data, cropped.shape));
     }
     for (const [name, value] of values) {

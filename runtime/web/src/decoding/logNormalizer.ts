@@ -1,22 +1,18 @@
 /**
- * log Σ exp of logits in float32, with the last bit that it has in the Python runtime.
+ * log Σ exp of logits, computed in float64 and rounded once.
  *
- * Beam search compares sums of log-probabilities, so that another last bit could change the order of beams that are
- * nearly alike. The formulas are those of numpy on processors with AVX2 or AVX-512, as in `exponentialSum`.
+ * A power of e is a power of 2. Its whole part and the first bits of its fraction are looked up, and a polynomial computes
+ * the rest, with a relative error of rest ** 4 / 24, which is less than 3e-12. That takes less time than `Math.exp`.
  */
-
-import { exponentialSum } from "./exponentialSum.js";
 
 const { fround } = Math;
 
-const LN_2 = fround(Math.LN2);
-
-const LOG_NUMERATOR = [
-  2.5899791179079227e-2, 3.808837741388408e-1, 1.4800006335765066, 2.112677543073053, 0.9999999999999999, 0,
-].map(fround);
-const LOG_DENOMINATOR = [
-  5.875095403124574e-3, 1.5464763749839067e-1, 9.864942958519418e-1, 2.4530060717847364, 2.6126775430731092, 1,
-].map(fround);
+const FRACTION_BITS = 8; // that are looked up
+const STEPS = 2 ** FRACTION_BITS;
+const STEP = Math.LN2 / STEPS;
+const FRACTIONS = Float64Array.from({ length: STEPS }, (_, i) => 2 ** (i / STEPS));
+const MIN_POWER = -150; // smaller numbers are 0 in float32
+const POWERS = Float64Array.from({ length: 1 - MIN_POWER }, (_, i) => 2 ** (MIN_POWER + i));
 
 /**
  * Return log Σ exp(logits) of the logits begin … end - 1; logits minus this are log-probabilities. It is NaN if a logit is
@@ -26,19 +22,13 @@ export function logNormalizer(logits: Float32Array, begin = 0, end = logits.leng
   let top = -Infinity;
   for (let i = begin; i < end; i++) if (logits[i] > top) top = logits[i];
   if (!Number.isFinite(top)) return NaN;
-  return fround(top + log(exponentialSum(logits, begin, end, top)));
-}
-
-/** Return the natural logarithm of x, a normal number of float32. */
-function log(x: number): number {
-  let exponent = Math.floor(Math.log2(x)) + 1; // x = fraction · 2 ** exponent, fraction from ½ to 1
-  let fraction = x / 2 ** exponent;
-  if (fraction >= 1) [fraction, exponent] = [fraction / 2, exponent + 1];
-  if (fraction < 0.5) [fraction, exponent] = [fraction * 2, exponent - 1];
-  if (fraction <= fround(Math.SQRT1_2)) [fraction, exponent] = [fraction * 2, exponent - 1];
-  const y = fround(fraction - 1);
-  const [numerator, denominator] = [LOG_NUMERATOR, LOG_DENOMINATOR].map((factors) =>
-    factors.reduce((sum, factor) => fround(sum * y + factor)),
-  );
-  return fround(exponent * LN_2 + fround(numerator / denominator));
+  let sum = 0;
+  for (let i = begin; i < end; i++) {
+    const steps = Math.max((logits[i] - top) * (1 / STEP), MIN_POWER * STEPS);
+    const whole = Math.floor(steps);
+    const rest = (steps - whole) * STEP;
+    const power = FRACTIONS[whole & (STEPS - 1)] * POWERS[(whole >> FRACTION_BITS) - MIN_POWER];
+    sum += power * (1 + rest * (1 + rest * (1 / 2 + rest * (1 / 6))));
+  }
+  return fround(top + Math.log(sum));
 }

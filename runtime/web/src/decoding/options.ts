@@ -82,7 +82,7 @@ export interface GenerationOptions {
   diversityPenalty?: number;
   /** Divide logits by X and sample; 0 is greedy. */
   temperature?: number;
-  /** Sample from the N likeliest tokens; 0 is no limit. */
+  /** Sample from the N likeliest tokens; with 0, from all. */
   topK?: number;
   /** Sample from the fewest tokens whose probabilities sum to X or more. */
   topP?: number;
@@ -104,7 +104,7 @@ export interface GenerationOptions {
   presencePenalty?: number;
   /** Subtract X from the logit of an id for each time that it has been generated. */
   frequencyPenalty?: number;
-  /** Never repeat a sequence of N ids, the prompt included; 0 is no limit. */
+  /** Never repeat a sequence of N ids, the prompt included; with 0, repeat any. */
   noRepeatNgramSize?: number;
   /** A function (ids so far, logits of the vocabulary) → logits. Beam search passes log-probabilities. */
   logitsProcessor?: LogitsProcessor;

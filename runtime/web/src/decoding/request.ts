@@ -6,7 +6,8 @@ import { InputError, OptionError, UnsupportedCallError } from "../base/errors.js
 import { shown } from "../base/validation.js";
 import type { State } from "../engine/state.js";
 import type { Sources } from "../format/sizes.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 import type { Alternatives } from "./logProbabilities.js";
 import type { Settings } from "./options.js";
 import type { FinishReason } from "./sequence.js";

@@ -1,15 +1,15 @@
 /**
  * Draw the next token from logits.
  *
- * A draw takes float64 numbers through the operations of the Python runtime in their order, so that the same logits and
- * the same seed give the same token. Only `Math.exp` differs: it and numpy's round the last bit of some results in their
- * own ways, as numpy itself does from processor to processor. That moves the limits between tokens by about 1e-16 of the
- * total probability each. A draw falls between the two places of a limit with a probability of less than 1e-16 for each
- * token that can be drawn, 1e-11 for a vocabulary of 100,000. Tokens of equal logits have equal weights in both.
+ * A draw takes float64 numbers through the operations of the Python runtime, so that the same logits and the same seed
+ * give the same token. Only last bits differ: those of `Math.exp`, and those of the total, which numpy adds up in another
+ * order. The total scales all probabilities alike. The other bits move the limits between tokens by about 1e-16 of the total
+ * probability each. A draw falls between the two places of a limit with a probability of less than 1e-16 for each token
+ * that can be drawn, 1e-11 for a vocabulary of 100,000. Tokens of equal logits have equal weights in both.
  */
 
 import { OptionError } from "../base/errors.js";
-import { pairwiseSum } from "../base/pairwiseSum.js";
+import { sum } from "../base/arrays.js";
 import { TopValues } from "./logProbabilities.js";
 import type { Settings } from "./options.js";
 import { RandomGenerator } from "./randomGenerator.js";
@@ -94,7 +94,7 @@ export function warp(logits: Float32Array, temperature: number, topK = 0, topP =
   let kept: Distribution = { tokens, probabilities: weights };
   if (topP < 1) kept = keepTopP(kept, topP);
   if (minP > 0) kept = keepWhere(kept, (weight) => weight >= minP);
-  const total = pairwiseSum(kept.probabilities);
+  const total = sum(kept.probabilities);
   return { tokens: kept.tokens, probabilities: kept.probabilities.map((weight) => weight / total) };
 }
 
@@ -120,9 +120,9 @@ function scanned(values: Float32Array, count: number): number {
 /** Drop the least likely tokens: of equal ones, those that come first in the vocabulary. */
 function keepTopP({ tokens, probabilities: weights }: Distribution, topP: number): Distribution {
   const sorted = weights.slice().sort();
-  const limit = (1 - topP) * pairwiseSum(weights);
+  const limit = (1 - topP) * sum(weights);
   let dropped = 0;
-  for (let sum = sorted[0]; dropped < sorted.length - 1 && !(sum > limit); sum += sorted[dropped]) dropped++;
+  for (let least = sorted[0]; dropped < sorted.length - 1 && !(least > limit); least += sorted[dropped]) dropped++;
   const threshold = sorted[dropped];
   let ties = dropped; // that are dropped, once the tokens with smaller weights are subtracted
   for (let i = 0; i < weights.length; i++) if (weights[i] < threshold) ties--;

@@ -1,4 +1,4 @@
-/** A run of the decode stage for one shape of tokens: inputs and outputs are bound once, and a run writes what changes. */
+/** A run of the decode stage in a session: inputs and outputs are bound once for each shape. */
 
 import type { Backend, Binding, Session, Tensor } from "../backend/session.js";
 import { asNumbers, numberArray, sizeOf, writeNumbers, type Dtype, type NumberArray } from "../base/arrays.js";
@@ -19,7 +19,7 @@ import {
   type DecodeStage,
 } from "../format/manifest.js";
 import { LogitScatter } from "./shortlist.js";
-import type { LogitPositions, State } from "./state.js";
+import type { DecodeCall, LogitPositions, State } from "./state.js";
 
 /** What the calls of an engine share. placeholders: a tensor for every graph input that no call sets. */
 export interface CallResources {
@@ -31,13 +31,14 @@ export interface CallResources {
   placeholder(name: string): Tensor;
 }
 
-export class DecodeCall {
+/** A `DecodeCall` with inputs and outputs bound once. A run only writes the few numbers that change. */
+export class SessionCall implements DecodeCall {
   private readonly inputs = new Map<string, Tensor>(); // those of this call
   private readonly tensors: Tensor[] = []; // all of this call, but for `slotIndices`
   private logits!: Tensor;
   private scatter: LogitScatter | undefined;
   private bindings: Binding[] = [];
-  private slotIndices: Tensor | undefined; // its length is that of the latest run
+  private slotIndices: Tensor | undefined; // as many as in the latest run
   private readonly hasSelect: boolean;
   private readonly rows: number;
 
@@ -46,7 +47,7 @@ export class DecodeCall {
     private readonly resources: CallResources,
     state: State,
     private readonly newTokens: number,
-    private readonly positions: LogitPositions,
+    private readonly logitPositions: LogitPositions,
   ) {
     this.rows = state.rows;
     this.hasSelect = resources.decode.controls.includes(SELECTED_TOKENS);
@@ -60,10 +61,10 @@ export class DecodeCall {
   }
 
   private allocate(state: State): void {
-    const { rows, newTokens, positions } = this;
+    const { rows, newTokens, logitPositions } = this;
     const { decode } = this.resources;
     const controls = new Set(decode.controls);
-    const selected = positions === "all" ? newTokens : 1;
+    const selected = logitPositions === "all" ? newTokens : 1;
     const shapes: [string, number[]][] = [
       [POSITIONS, [rows, newTokens]],
       [LAST_POSITION, [rows]],
@@ -88,7 +89,7 @@ export class DecodeCall {
       writeNumbers(columns.data(), candidates.ids);
       this.inputs.set(COLUMN_IDS, columns);
     }
-    if (positions === "all" && this.hasSelect) {
+    if (logitPositions === "all" && this.hasSelect) {
       const low = this.low(SELECTED_TOKENS)!;
       for (let i = 0; i < rows * newTokens; i++) low[2 * i] = i % newTokens;
     }
@@ -125,11 +126,6 @@ export class DecodeCall {
     return session.bind(inputs, outputs);
   }
 
-  /**
-   * Run as `Engine.step` does. Return the logits, which the next run overwrites.
-   *
-   * totalSlots: cached tokens of the longest row after the call.
-   */
   async run(
     state: State,
     tokens: ArrayLike<number>,
@@ -154,7 +150,7 @@ export class DecodeCall {
     if (state.stepExtras.length) state.extras = this.readExtras(binding, state.stepExtras, counts);
     const computed = this.logits.data() as Float32Array;
     const logits = this.scatter?.scatter(computed) ?? computed;
-    if (this.positions === "all" || this.hasSelect || this.newTokens === 1) return logits;
+    if (this.logitPositions === "all" || this.hasSelect || this.newTokens === 1) return logits;
     return this.lastPositions(logits, logitCount(this.resources.decode), counts);
   }
 
@@ -182,7 +178,7 @@ export class DecodeCall {
     const positions = this.low(POSITIONS);
     const starts = this.low(START_SLOT);
     const newCounts = this.low(NEW_COUNTS);
-    const selected = this.positions === "last" ? this.low(SELECTED_TOKENS) : undefined;
+    const selected = this.logitPositions === "last" ? this.low(SELECTED_TOKENS) : undefined;
     const adapters = this.low(ADAPTER_ROWS);
     const last = this.inputs.get(LAST_POSITION)?.data() as Int32Array | undefined;
     const total = this.inputs.get(TOTAL_SLOTS)?.data();
@@ -249,10 +245,10 @@ export class DecodeCall {
       try {
         let values = asNumbers(tensor.data(), tensor.dtype).slice();
         const shape = tensor.dims.slice(2);
-        if (this.positions === "last" && !this.hasSelect && this.newTokens > 1) {
+        if (this.logitPositions === "last" && !this.hasSelect && this.newTokens > 1) {
           values = this.lastPositions(values, sizeOf(shape), counts);
         }
-        extras.set(name, numberArray(values, this.positions === "all" ? tensor.dims : [this.rows, ...shape]));
+        extras.set(name, numberArray(values, this.logitPositions === "all" ? tensor.dims : [this.rows, ...shape]));
       } finally {
         tensor.dispose();
       }

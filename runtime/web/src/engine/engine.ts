@@ -30,7 +30,7 @@ import { manifestOf, readingFile, readMetadata, withMappedWeights } from "../for
 import { graphTensors, parseModel, type GraphTensor } from "../format/onnxGraph.js";
 import { extractStage, type Stage } from "../format/stageSplit.js";
 import { encodeItems } from "./itemContext.js";
-import { DecodeCall, type CallResources } from "./decodeCall.js";
+import { SessionCall, type CallResources } from "./decodeCall.js";
 import { EncoderContext } from "./encoderContext.js";
 import { KVCache } from "./kvCache.js";
 import { MemoryUse } from "./memoryUse.js";
@@ -173,7 +173,7 @@ export class Engine {
    *
    * requests: for each request input that is not a mask, `rows` arrays, one a row. In a file with adapters also
    *     ADAPTER_INPUT → the number of each row's adapter, by default 0 for none.
-   * extras: names of extra outputs of the stage to return besides its outputs.
+   * extras: names of extra outputs of the stage to return with its outputs.
    * gatherIds: ids whose columns of the output projection are returned as GATHERED_COLUMNS.
    * checked: whether the lengths of each row were checked (`checkRow`).
    */
@@ -314,7 +314,7 @@ export class Engine {
       if (columns) candidates?.setColumns(columns);
       const buffers = encodedOutputs(this.manifest).map((spec) => outputs.get(spec.name)!);
       const context = new EncoderContext(this.backend, buffers, rows, decode.sharesContext, this.memory);
-      return new State(context, cache, rows, encoded, stepExtras, adapters, candidates);
+      return new State(context, cache, rows, encoded, stepExtras, candidates, adapters);
     } catch (error) {
       disposeAll(outputs.values());
       throw error;
@@ -334,7 +334,7 @@ export class Engine {
    *
    * tokens: (rows, N) ids, right-padded with any; or (rows, N, features) for a model that continues a series.
    * counts: the number of valid tokens of each row, at least 1; undefined: N for every row.
-   * positions: "last" returns (rows, vocabulary) for the last token of each row; "all" (rows, N, vocabulary).
+   * logitPositions: "last" returns (rows, vocabulary) for the last token of each row; "all" (rows, N, vocabulary).
    *
    * The next call overwrites the returned array, and the extra outputs of the state.
    * Throw InputError if a row would exceed the maximum length. Then the state is unchanged.
@@ -343,7 +343,7 @@ export class Engine {
     state: State,
     tokens: ArrayLike<number>,
     counts?: Int32Array,
-    positions: LogitPositions = "last",
+    logitPositions: LogitPositions = "last",
   ): Promise<Float32Array> {
     state.check();
     const { rows } = state;
@@ -357,7 +357,7 @@ export class Engine {
       throw new UnsupportedCallError("rows with a past read one token at a time, and several were given");
     }
     if (state.cache.reserve(totalSlots, state.maxRowLength)) state.dropCalls();
-    let key = `${newTokens} ${positions}`;
+    let key = `${newTokens} ${logitPositions}`;
     if (rows * newTokens > MAX_CACHED_CALL_TOKENS) {
       key = LARGE_CALL;
       state.calls.get(key)?.dispose();
@@ -373,7 +373,7 @@ export class Engine {
         inputNames,
         placeholder: (name) => this.placeholder(name),
       };
-      call = new DecodeCall(resources, state, newTokens, positions);
+      call = new SessionCall(resources, state, newTokens, logitPositions);
       state.calls.set(key, call);
     }
     return this.running(() => call.run(state, tokens, counts, totalSlots));
@@ -435,7 +435,7 @@ export class Engine {
     const { extras = [] } = options;
     const stepExtras = this.decode.extras.map((extra) => extra.name).filter((name) => extras.includes(name));
     const adapters = state.adapters && rows.map((row) => state.adapters![row]);
-    const other = new State(context, cache, rows.length, state.encoded, stepExtras, adapters);
+    const other = new State(context, cache, rows.length, state.encoded, stepExtras, undefined, adapters);
     other.setLengths(lengths);
     return other;
   }

@@ -96,7 +96,7 @@ export class Candidates {
   }
 }
 
-/** Scatters the computed columns to logits of the whole vocabulary, with -Infinity for ids that are no candidates. */
+/** Scatters the computed columns to logits of the whole vocabulary, with -Infinity for all ids but the candidates. */
 export class LogitScatter {
   private readonly logits: Float32Array;
   private rows: readonly (Int32Array | undefined)[] = [];

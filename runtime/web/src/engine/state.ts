@@ -2,12 +2,27 @@
 
 import { UnsupportedCallError } from "../base/errors.js";
 import type { NumberArray } from "../base/arrays.js";
-import type { DecodeCall } from "./decodeCall.js";
 import type { EncoderContext } from "./encoderContext.js";
 import type { KVCache } from "./kvCache.js";
 import type { Candidates } from "./shortlist.js";
 
 export type LogitPositions = "last" | "all"; // which new tokens get logits: the last one of each row, or all
+
+/** A run of the decode stage for one shape of tokens, with all inputs and outputs bound. */
+export interface DecodeCall {
+  /**
+   * Run as `Engine.step` does. Return the logits, which the next run overwrites.
+   *
+   * totalSlots: cached tokens of the longest row after the call.
+   */
+  run(
+    state: State,
+    tokens: ArrayLike<number>,
+    counts: Int32Array | undefined,
+    totalSlots: number,
+  ): Promise<Float32Array>;
+  dispose(): void;
+}
 
 export class State {
   /** The cached tokens of each row. Read-only for callers. */
@@ -24,8 +39,8 @@ export class State {
   /**
    * encoded: the requested extra outputs of encode, for each request.
    * stepExtras: names of the extra outputs of each step.
-   * adapters: the number of each row's adapter; undefined for a file without adapters.
    * candidates: of each row; undefined if every row may have any id.
+   * adapters: the number of each row's adapter; undefined for a file without adapters.
    */
   constructor(
     readonly context: EncoderContext,
@@ -33,8 +48,8 @@ export class State {
     rows: number,
     readonly encoded: ReadonlyMap<string, NumberArray>,
     readonly stepExtras: readonly string[],
-    public adapters: Int32Array | undefined,
     readonly candidates?: Candidates,
+    public adapters?: Int32Array,
   ) {
     this.lengths = new Int32Array(rows);
   }

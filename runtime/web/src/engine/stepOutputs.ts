@@ -23,7 +23,7 @@ export class StepHistory {
       let step: StepHistory | undefined = this;
       for (let i = 0; i < length && step; i++, step = step.previous) {
         const { data, shape } = step.values.get(name)!;
-        steps.push(crop(data, 0, shape, shapes.get(name)!, sizes));
+        steps.push(crop(sizes, shapes.get(name)!, data, 0, shape));
       }
       steps.reverse();
       const shape = steps[0].shape;

@@ -74,13 +74,13 @@ export interface Graph {
   rest: Uint8Array[];
 }
 
-/** A model. rest: its fields besides the graph, encoded. */
+/** A model. rest: its other fields than the graph, encoded. */
 export interface OnnxModel {
   readonly graph: Graph;
   readonly rest: Uint8Array[];
 }
 
-/** Parse a ModelProto. Throw WireError if the bytes are no model, or if a branch is too deep in others. */
+/** Parse a ModelProto. Throw WireError unless the bytes are a model, or if a branch is too deep in others. */
 export function parseModel(model: Uint8Array): OnnxModel {
   const rest: Uint8Array[] = [];
   const graphs: Uint8Array[] = [];
@@ -174,7 +174,7 @@ function removeWeights(graph: Graph, needed: ReadonlySet<string>): void {
   for (const node of graph.nodes) for (const branch of node.branches.values()) removeWeights(branch, needed);
 }
 
-/** Return the bytes of the largest weight of a model, also in branches. Throw WireError if the bytes are no model. */
+/** Return the bytes of the largest weight of a model, also in branches. Throw WireError unless the bytes are a model. */
 export function largestWeight(model: Uint8Array): number {
   return largestOf(parseModel(model).graph);
 }

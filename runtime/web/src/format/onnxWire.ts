@@ -104,7 +104,7 @@ export function signedVarintsOf(data: Uint8Array, field: Field): number[] {
   return numbers;
 }
 
-/** Return a text of a message. Throw WireError for bytes that are no UTF-8. */
+/** Return a text of a message. Throw WireError unless the bytes are UTF-8. */
 export function textOf(data: Uint8Array, field: Field): string {
   try {
     return decoder.decode(data.subarray(field.start, field.end));

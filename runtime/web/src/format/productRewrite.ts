@@ -52,7 +52,7 @@ export interface RewrittenModel {
  * Return a model with the products of WebAssembly; the same model if it has no others.
  *
  * A product whose weights are not as the exporter stores them stays as it is. Time and memory grow with the number of
- * weights. Throw WireError if the bytes are no model.
+ * weights. Throw WireError unless the bytes are a model.
  */
 export function withIntegerProducts(model: Uint8Array, readFile: FileReader): RewrittenModel {
   const parsed = parseModel(model);
@@ -123,7 +123,7 @@ class ProductRewriter {
     }
   }
 
-  /** Add the nodes that compute a MatMulNBits. Return false, and add none, for another node or one that stays. */
+  /** Add the nodes that compute a MatMulNBits. Return false, and add none, for other nodes, and for nodes that stay. */
   private replacePacked(graph: Graph, node: Node, values: VisibleValues): boolean {
     if (node.opType !== "MatMulNBits" || node.domain !== CONTRIB || node.inputs.length > 6) return false;
     const [activations, , , , groups, bias] = node.inputs;

@@ -73,11 +73,11 @@ export function inputAndOutputSizes(encode: EncodeStage, sources: Sources): Size
  * data: values. The row begins at `offset`. full: the shape of the row there.
  */
 export function crop<T extends Float32Array | Float64Array | Int32Array>(
+  sizes: Sizes,
+  shape: Shape,
   data: T,
   offset: number,
   full: readonly number[],
-  shape: Shape,
-  sizes: Sizes,
 ): { data: T; shape: number[] } {
   const kept = full.map((size, i) => {
     const axis = shape[i];

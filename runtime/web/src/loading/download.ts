@@ -151,7 +151,7 @@ class Download {
       if (validator !== undefined && isOwn) headers["if-range"] = validator;
     }
     try {
-      // Node asks for compressed bytes otherwise, and part of them is no part of the file.
+      // Node asks for compressed bytes otherwise. A part of them cannot continue a file.
       if (!isPage()) headers["accept-encoding"] = "identity";
       return await fetch(this.address, { headers, signal, cache: "no-cache" });
     } catch (error) {
@@ -188,7 +188,7 @@ class Download {
     this.wasKept = false;
   }
 
-  /** Make room for a file. Throw ModelFileError for one that is too long. total: 0 if it is not known. */
+  /** Make room for a file. Throw ModelFileError if it is too long. total: 0 if it is not known. */
   private prepare(total: number): void {
     this.mustFit(total);
     this.total = total;

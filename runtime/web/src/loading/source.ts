@@ -1,4 +1,4 @@
-/** The bytes of a model file, from wherever the caller has it, and of the file beside it with its weights. */
+/** The bytes of a model file, from a file, an address or memory, and of the file next to it with its weights. */
 
 import { checkAborted, errorSummary, InputError, ModelFileError, UnsupportedCallError } from "../base/errors.js";
 import { isNode } from "../backend/devices.js";
@@ -45,7 +45,7 @@ export async function readSource(address: ModelAddress, options: SourceOptions):
   return fromServer(absoluteAddress(text), options);
 }
 
-/** Return the whole address of a file beside the page: stores are shared by all pages of a site. */
+/** Return the whole address of a file next to the page: stores are shared by all pages of a site. */
 export function absoluteAddress(address: string): string {
   const { document, location } = globalThis as { document?: Document; location?: Location };
   const base = document?.baseURI ?? location?.href;
@@ -65,7 +65,7 @@ async function ofBytes(name: string, bytes: Uint8Array, options: SourceOptions):
   return { name, bytes };
 }
 
-/** Return the second file of a model. Throw ModelFileError for bytes that are no model. */
+/** Return the second file of a model. Throw ModelFileError unless the bytes are a model. */
 function secondFile(name: string, bytes: Uint8Array): WeightsFile | undefined {
   return readingFile(name, () => weightsFileOf(readMetadata(bytes)));
 }
@@ -189,7 +189,7 @@ async function verified(
   }
 }
 
-/** Return the address of a file beside another. */
+/** Return the address of a file next to another. */
 function besideOf(address: string, name: string): string {
   const [path, ...query] = address.split("?");
   return [path.slice(0, path.lastIndexOf("/") + 1) + encodeURIComponent(name), ...query].join("?");

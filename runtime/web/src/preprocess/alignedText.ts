@@ -2,7 +2,7 @@
  * A text that steps change. Each character keeps its place in the original.
  *
  * The rules of the places are those of `NormalizedString` of the tokenizers library: a changed character has the place of
- * the character that it replaces, and an inserted one that of the character before it. Places are counted in characters
+ * the character that it replaces, and an inserted one the place of the character before it. Places are counted in characters
  * (code points), as there.
  */
 

@@ -11,14 +11,13 @@
  * file is the browser's work: `decodeAudioData` returns an AudioBuffer.
  */
 
-import type { NumberArray } from "../base/arrays.js";
+import { sum, type NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OutOfMemoryError } from "../base/errors.js";
-import { pairwiseSum } from "../base/pairwiseSum.js";
+import { PowerSpectrum } from "../base/fourier.js";
+import { resample } from "../base/resample.js";
 import { shown } from "../base/validation.js";
 import { AUDIO, type Manifest, type Preprocessing } from "../format/manifest.js";
 import { boolean, count, integer, number, object, oneOf, readTyped, type Reader } from "../format/typedJson.js";
-import { PowerSpectrum } from "./fourier.js";
-import { resample } from "./resample.js";
 
 export const WAVEFORM = "waveform";
 export const LOG_MEL = "log-mel";
@@ -118,9 +117,9 @@ export class AudioPreprocessor {
   waveform(samples: Float32Array): Float32Array {
     if (!this.settings.normalize) return samples;
     return withMemory(() => {
-      const mean = pairwiseSum(samples) / samples.length;
+      const mean = sum(samples) / samples.length;
       const centered = Float64Array.from(samples, (sample) => sample - mean);
-      const variance = pairwiseSum(centered.map((value) => value * value)) / samples.length;
+      const variance = sum(centered.map((value) => value * value)) / samples.length;
       const scale = Math.sqrt(variance + VARIANCE_EPSILON);
       return Float32Array.from(centered, (value) => value / scale);
     });
@@ -277,7 +276,7 @@ function readChannels(sound: Sound, ownRate: number): { channels: readonly Sampl
   return { channels: all, rate };
 }
 
-/** Return the mean of channels in float32. Throw InputError for samples that are no numbers. */
+/** Return the mean of channels in float32. Throw InputError unless the samples are finite numbers. */
 function meanOf(channels: readonly Samples[], rate: number): Float32Array {
   const scaled = channels.map((channel) => {
     if (channel instanceof Float32Array) return channel;
@@ -294,7 +293,7 @@ function meanOf(channels: readonly Samples[], rate: number): Float32Array {
         `the sound holds a sample that is not a number, [${values.join(", ")}] at ${(i / rate).toFixed(3)} s`,
       );
     }
-    if (scaled.length > 1) mono[i] = pairwiseSum(values) / values.length;
+    if (scaled.length > 1) mono[i] = sum(values) / values.length;
   }
   return mono;
 }

@@ -7,8 +7,6 @@
  * Recurrent DNNs").
  */
 
-import { pairwiseSum } from "../base/pairwiseSum.js";
-
 /** Log-probabilities (frames, tokens), row by row. */
 export interface FrameScores {
   readonly data: ArrayLike<number>;
@@ -35,15 +33,15 @@ export function greedyPath(
   blank: number,
 ): { path: Int32Array; best: CtcHypothesis } {
   const path = new Int32Array(frames);
-  const tops = new Float64Array(frames);
+  let score = 0;
   for (let frame = 0; frame < frames; frame++) {
     const begin = frame * tokens;
     let best = 0;
     for (let token = 1; token < tokens; token++) if (data[begin + token] > data[begin + best]) best = token;
     path[frame] = best;
-    tops[frame] = data[begin + best];
+    score += data[begin + best];
   }
-  return { path, best: { ids: collapsePath(path, blank), score: pairwiseSum(tops) } };
+  return { path, best: { ids: collapsePath(path, blank), score } };
 }
 
 /** Return the labelling of a path. */

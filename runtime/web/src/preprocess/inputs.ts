@@ -5,30 +5,20 @@
  * read a text or a pair of texts as their tokenizer does, with unknown tokens (`textReader`).
  */
 
-import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
+import { numberArray, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
 import { AUDIO, logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
 import { checkRow, inputAndOutputSizes, type Sources } from "../format/sizes.js";
 import { picturesOf, withoutPictures, type Message, type PromptTemplate, type Tools } from "./conversation.js";
-import type { Sound } from "./audio.js";
-import type { ImageInput } from "./images.js";
 import type { PromptItems } from "./promptItems.js";
-import type { TextCode } from "./textCode.js";
-import type { Pair, TextReader } from "./textReader.js";
+import type { Pair, TextCode, TextReader } from "./textReader.js";
 import type { TextWindow, WindowReader } from "./textWindows.js";
 import type { Codec } from "./tokenizer.js";
+import { arrayOf, isMapping, isText, type Input, type Mapping, type Value } from "./values.js";
 
 const MIN_TEXT_CHARACTERS = 1 << 19; // that are read of any text
 const MAX_WINDOWED_CHARACTERS = 1 << 21; // of a text that is read in windows
 const CHARACTERS_PER_TOKEN = 8; // of a text that just fits into a model; words have four or five
-
-type Numbers = ArrayLike<number> | ArrayLike<bigint>;
-/** Nested lists of numbers, a typed array, or a typed array with a shape. */
-export type NumberInput = Numbers | readonly unknown[] | NumberArray;
-/** A text, a pair of texts, ids or features, a decoded picture, the pictures of a prompt, or a sound. */
-export type Value = string | Pair | NumberInput | number | ImageInput | readonly ImageInput[] | Sound;
-/** A value; for a model with several inputs, an object with the names of the inputs. */
-export type Input = Value | { readonly [name: string]: Value };
 
 export interface IdsOptions {
   /** Add the special tokens that the tokenizer puts around a text. */
@@ -42,18 +32,6 @@ export interface IdsOptions {
 /** Turns a caller's value for an input of data, such as a picture or samples, into an array. */
 export type DataReader = (value: Value) => Value | Promise<Value>;
 
-/** The code of tokenizers. */
-
-/** Return whether a value is a pair of texts. */
-export function isPair(value: unknown): value is Pair {
-  return Array.isArray(value) && value.length === 2 && value.every((part) => typeof part === "string");
-}
-
-/** Return whether a value is a text or a pair of texts. */
-function isText(value: unknown): value is string | Pair {
-  return typeof value === "string" || isPair(value);
-}
-
 /** Return whether an input is one number for each row, such as the id of a speaker. */
 function isNumber(spec: RequestInput): boolean {
   return spec.shape.length === 2 && spec.shape[1] === 1;
@@ -62,38 +40,6 @@ function isNumber(spec: RequestInput): boolean {
 /** Return whether an input is a text or a sequence of ids, and not a number or a map of ids for each row. */
 function isSequence(spec: RequestInput): boolean {
   return spec.role === "ids" && spec.shape.length === 2 && !isNumber(spec);
-}
-
-type Mapping = { readonly [name: string]: Value };
-
-/** Return whether an input is an object with the names of inputs. */
-export function isMapping(input: unknown): input is Mapping {
-  if (typeof input !== "object" || input === null || Array.isArray(input) || ArrayBuffer.isView(input)) return false;
-  if (isNumberArray(input) || isMedium(input)) return false;
-  return Object.getPrototypeOf(input) === Object.prototype;
-}
-
-/** Return whether a value is a decoded picture, or a sound with its rate. */
-function isMedium(value: object): boolean {
-  const has = (...names: string[]) => names.every((name) => name in value);
-  return has("data", "width", "height") || has("samples", "samplingRate") || has("getChannelData");
-}
-
-function isNumberArray(value: unknown): value is NumberArray {
-  const array = value as Partial<NumberArray> | null;
-  return typeof value === "object" && ArrayBuffer.isView(array?.data) && Array.isArray(array?.shape);
-}
-
-/** Return a prompt and its pictures as one input. Throw UnsupportedCallError for a model that reads no pictures in prompts. */
-export function picturedPrompt(manifest: Manifest, prompt: Input, images: readonly ImageInput[]): Input {
-  const [name] = manifest.placeholders.keys();
-  if (name === undefined) {
-    throw new UnsupportedCallError(`this model (${manifest.task}) reads no pictures in its prompt: leave out images`);
-  }
-  if (isMapping(prompt)) {
-    throw new InputError("the input is an object, which has its pictures already: leave out images");
-  }
-  return { [manifest.decode!.step.name]: prompt as Value, [name]: images };
 }
 
 /** The inputs of a model: tokenizers and checks. Methods throw InputError for a wrong input. */
@@ -467,32 +413,6 @@ export class Inputs {
     const index = this.manifest.tokenizerOf.get(name);
     return index === undefined ? undefined : this.textCodes[index].codec;
   }
-}
-
-/** Return numbers as an array with a shape; undefined for another value, such as rows of different lengths. */
-export function arrayOf(value: unknown): NumberArray | undefined {
-  if (isNumberArray(value)) return value.data.length === sizeOf(value.shape) ? value : undefined;
-  if (ArrayBuffer.isView(value) && !(value instanceof DataView)) {
-    const data = value as unknown as ArrayLike<number | bigint>;
-    return numberArray(
-      value instanceof Float32Array || value instanceof Int32Array
-        ? value
-        : Float64Array.from(data as ArrayLike<number>, Number),
-      [data.length],
-    );
-  }
-  if (!Array.isArray(value)) return undefined;
-  const shape: number[] = [];
-  for (let part: unknown = value; Array.isArray(part); part = part[0]) shape.push(part.length);
-  const numbers: number[] = [];
-  const collect = (part: unknown, axis: number): boolean => {
-    if (axis === shape.length) {
-      numbers.push(Number(part));
-      return typeof part === "number" || typeof part === "bigint";
-    }
-    return Array.isArray(part) && part.length === shape[axis] && part.every((inner) => collect(inner, axis + 1));
-  };
-  return collect(value, 0) ? numberArray(Float64Array.from(numbers), shape) : undefined;
 }
 
 /** Return the index of a value along each axis, as text. */

@@ -10,8 +10,8 @@ import { InputError, ModelFileError, TformerError } from "../base/errors.js";
 import type { Manifest, Placeholder, RequestInput } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
 import { isPicture, type ImageInput, type ImagePreprocessor } from "./images.js";
-import { arrayOf, isMapping, type Input, type Value } from "./inputs.js";
 import { gridName, NO_GRID, type Grid } from "./tiles.js";
+import { arrayOf, isMapping, type Input, type Mapping, type Value } from "./values.js";
 
 /** The pixels of a picture's tiles. */
 interface Tiles {
@@ -64,7 +64,7 @@ export class PromptItems {
           `the model reads ${step} and, if there are pictures, ${name}, not ${given.join(", ") || "nothing"}`,
         );
       }
-      const values = input as { readonly [name: string]: Value };
+      const values = input as Mapping;
       [prompt, pictures] = [values[step], values[name]];
     }
     const values = this.listed(pictures);

@@ -5,7 +5,7 @@
  * are whole multiples of 2 ** -22. https://github.com/python-pillow/Pillow, src/libImaging/Resample.c
  *
  * The order is that of Pillow 13: rows first, unless the height shrinks by more than twice as many pixels as the width.
- * Earlier versions always took rows first, which changes pixels by 1, and by more beside sharp edges.
+ * Earlier versions always took rows first, which changes pixels by 1, and by more next to sharp edges.
  */
 
 /** A picture: channels next to each other, pixel by pixel and row by row. */

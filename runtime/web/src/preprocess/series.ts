@@ -8,7 +8,6 @@
 
 import type { NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OptionError } from "../base/errors.js";
-import { pairwiseSum } from "../base/pairwiseSum.js";
 import { checkInt, shown } from "../base/validation.js";
 import { SERIES, type Manifest } from "../format/manifest.js";
 import {
@@ -222,9 +221,8 @@ export class SeriesPreprocessor {
   }
 }
 
-/** Return the sum of each column, in the order of numpy: in pairs for one column, and otherwise row by row. */
+/** Return the sum of each column. */
 function columnSums(values: Float64Array, columns: number): Float64Array {
-  if (columns === 1) return Float64Array.of(pairwiseSum(values));
   const sums = new Float64Array(columns);
   for (let i = 0; i < values.length; i++) sums[i % columns] += values[i];
   return sums;

@@ -6,8 +6,8 @@
  */
 
 import { InputError } from "../base/errors.js";
-import { runSteps, decodeSteps } from "./detokenizer.js";
-import { checkText, type TokenizerParts } from "./tokenizer.js";
+import { runSteps, decodeSteps } from "./decoderSteps.js";
+import { checkText, Codec, TokenizerParts } from "./tokenizer.js";
 
 export type Pair = readonly [string, string];
 
@@ -99,5 +99,18 @@ export class TextReader {
     }
     if (swapped) [one, other] = [other, one];
     return [first.slice(0, one), second.slice(0, other)];
+  }
+}
+
+/** A tokenizer of a file: as generation uses it, and as single-pass models do. Both share its vocabulary. */
+export class TextCode {
+  readonly codec: Codec;
+  readonly reader: TextReader;
+
+  /** definition: see `TokenizerParts`. Throw ModelFileError if it cannot be read. */
+  constructor(definition: string) {
+    const parts = new TokenizerParts(definition);
+    this.codec = new Codec(parts);
+    this.reader = new TextReader(parts);
   }
 }

@@ -110,7 +110,7 @@ export class WindowReader {
     }
   }
 
-  /** Return the tokens that a window has for a text, besides special tokens and the texts that every window has. */
+  /** Return the tokens that a window has for a text, without special tokens and the texts that every window has. */
   room(maxTokens: number, repeated: readonly (readonly PlacedToken[])[] = []): number {
     return maxTokens - this.window([...repeated, []]).ids.length;
   }

@@ -9,7 +9,7 @@ import { Tokenizer } from "@huggingface/tokenizers";
 import { errorSummary, InputError, ModelFileError, quotable } from "../base/errors.js";
 import { readingTime, slowText, withinTime } from "../base/timeLimit.js";
 import { surrogateIn } from "../base/validation.js";
-import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./detokenizer.js";
+import { decodeSteps, runSteps, type DecodeStep, type DecoderJson } from "./decoderSteps.js";
 import { checkGrowth, hasExpressions } from "./tokenizerGrowth.js";
 
 /** The parts of a tokenizer's JSON that are read here. */
@@ -50,9 +50,9 @@ const WHITESPACE = {
 };
 
 /**
- * Return a pre-tokenizer whose step "Whitespace" knows the letters of all scripts, which that of the package does not.
+ * Return a pre-tokenizer whose step "Whitespace" knows the letters of all scripts. The step of the package knows ASCII alone.
  *
- * Throw ModelFileError for a step that the package takes for another one.
+ * Throw ModelFileError for a step that the package takes for another step.
  */
 function withUnicodeWords(part: unknown): unknown {
   if (Array.isArray(part)) return part.map(withUnicodeWords);
@@ -134,7 +134,7 @@ export class TokenizerParts {
     return text ? this.tokenizer.tokenize(text, { add_special_tokens: false }) : [];
   }
 
-  /** Return the id of a token; that of the unknown token for an unknown one. */
+  /** Return the id of a token; the id of the unknown token if the vocabulary lacks it. */
   id(token: string): number {
     return this.tokenizer.token_to_id(token) ?? this.unknown ?? -1;
   }
@@ -312,7 +312,7 @@ function slowTokenizer(seconds: number): ModelFileError {
   );
 }
 
-/** Run a function of the package. Its errors are those of a tokenizer that cannot be read. */
+/** Run a function of the package. Its errors become the error of a tokenizer that cannot be read. */
 export function readingTokenizer<T>(read: () => T): T {
   try {
     return read();

@@ -5,7 +5,8 @@ import { InputError, ModelFileError, OptionError } from "../base/errors.js";
 import { checkBoolean } from "../base/validation.js";
 import type { Manifest, OutputMeaning } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 
 export type Outputs = readonly NumberArray[]; // of the model for one request, without batch axis and padding
 export type SettingValues = Readonly<Record<string, unknown>>;

@@ -9,7 +9,8 @@ import { boolean, index, nullable, object, readTyped, text } from "../format/typ
 import type { Sources } from "../format/sizes.js";
 import { audioOf, LOG_MEL, type AudioPreprocessor, type Sound } from "../preprocess/audio.js";
 import { alignPath, beamSearch, collapsePath, CtcSpelling, greedyPath, type FrameScores } from "../preprocess/ctc.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 import type { Transcription } from "./speech.js";
 

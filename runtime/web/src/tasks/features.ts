@@ -7,7 +7,8 @@
 import type { NumberArray } from "../base/arrays.js";
 import { UnsupportedCallError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 
 export type Vectors = NumberArray | ReadonlyMap<string, NumberArray>;

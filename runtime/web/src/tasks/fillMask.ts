@@ -9,9 +9,9 @@ import { InputError, OptionError, UnsupportedCallError } from "../base/errors.js
 import { checkInt, invalidValue, shown } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
-import type { TextCode } from "../preprocess/textCode.js";
-import type { TextReader } from "../preprocess/textReader.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
+import type { TextCode, TextReader } from "../preprocess/textReader.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 import { softmax } from "./classification.js";
 

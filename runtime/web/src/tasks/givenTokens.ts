@@ -50,7 +50,7 @@ export async function scoreTokens(
 /**
  * Return extra outputs by name: of the encode stage, and of the decode stage at each token, (tokens, …).
  *
- * ids: the tokens; without any, the outputs are those of the encode stage alone.
+ * ids: the tokens; without any, the outputs come from the encode stage alone.
  * names: of the outputs. Throw InputError for more tokens than the model holds, AbortedError if the signal is aborted.
  */
 export async function extraValues(

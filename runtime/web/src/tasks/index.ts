@@ -1,7 +1,7 @@
 /** The task of a file that does not generate text. The code of a task is loaded for files that have it. */
 
 import { AUDIO, stepFeatures, type Manifest } from "../format/manifest.js";
-import type { TextCode } from "../preprocess/textCode.js";
+import type { TextCode } from "../preprocess/textReader.js";
 import type { Task } from "./base.js";
 
 type TaskClass = new (manifest: Manifest, textCodes: readonly TextCode[]) => Task;
@@ -34,8 +34,8 @@ export function isSpeechToText(manifest: Manifest): boolean {
 /**
  * Return the task of a single-pass model.
  *
- * A task without a class, or one that needs a tokenizer in a file without one, becomes `Features`, whose results are the
- * outputs of the model. textCodes: the tokenizers of the file. Throw ModelFileError for damaged settings of a task.
+ * A task without a class becomes `Features`, whose results are the outputs of the model; so does a task that needs a
+ * tokenizer, in a file without one. textCodes: the tokenizers of the file. Throw ModelFileError for damaged settings of a task.
  */
 export async function taskOf(manifest: Manifest, textCodes: readonly TextCode[]): Promise<Task> {
   const isRaw = NEEDS_TOKENIZER.includes(manifest.task) && !manifest.tokenizerOf.size;

@@ -7,15 +7,16 @@
  * p(i, j) = softmax(start)ᵢ · softmax(end)ⱼ    for i ≤ j < i + maxAnswerTokens
  *
  * where softmax is over the context tokens and the first token of the window. Spans are widened to whole words. Spans with
- * the same text are one answer, and their probabilities are added. The probability of no answer is that of the first token
- * alone, its minimum over the windows.
+ * the same text are one answer, and their probabilities are added. The probability of no answer is the probability of the
+ * first token alone, its minimum over the windows.
  */
 
 import { InputError, OptionError } from "../base/errors.js";
 import { checkBoolean, checkInt } from "../base/validation.js";
 import type { Manifest } from "../format/manifest.js";
-import { isPair, type Input, type Inputs } from "../preprocess/inputs.js";
-import type { TextCode } from "../preprocess/textCode.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import { isPair, type Input } from "../preprocess/values.js";
+import type { TextCode } from "../preprocess/textReader.js";
 import { windowArrays, WindowReader, type TextWindow } from "../preprocess/textWindows.js";
 import { Task, type Outputs, type SettingValues, type TaskInput } from "./base.js";
 

@@ -12,7 +12,8 @@ import { NOT_FINITE } from "../decoding/sequence.js";
 import type { Engine } from "../engine/engine.js";
 import type { EncodeStage } from "../format/manifest.js";
 import { crop, inputAndOutputSizes, type Sources } from "../format/sizes.js";
-import type { Input, Inputs } from "../preprocess/inputs.js";
+import type { Inputs } from "../preprocess/inputs.js";
+import type { Input } from "../preprocess/values.js";
 import type { Outputs, Task, TaskInput } from "./base.js";
 
 const MAX_BATCH_POSITIONS = 512; // so that the output of one operator is still in the cache when the next one reads it
@@ -143,7 +144,7 @@ async function runBatch(engine: Engine, task: Task, requests: readonly Request[]
     requests.forEach((request, row) => {
       const sizes = inputAndOutputSizes(encode, request.sources);
       const own = outputs.map(({ spec, values, shape }) => {
-        const { data, shape: kept } = crop(values, row * sizeOf(shape), shape, spec.shape.slice(1), sizes);
+        const { data, shape: kept } = crop(sizes, spec.shape.slice(1), values, row * sizeOf(shape), shape);
         return numberArray(data, kept);
       });
       request.outputs = task.selectOutputs(own, request.sources);

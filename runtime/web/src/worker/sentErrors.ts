@@ -38,8 +38,8 @@ export interface SentError {
 const MAX_KEPT = 64;
 
 /**
- * The errors of one side of a connection. An error that comes back, such as that of a list of inputs which the caller
- * reads, is the same object again.
+ * The errors of one side of a connection. An error that comes back is the same object again. Such an error is
+ * thrown by a list of inputs that the caller reads.
  */
 export class SentErrors {
   private readonly sent = new Map<number, unknown>();

@@ -15,7 +15,7 @@ import type { Manifest, TensorSpec } from "../../src/format/manifest.js";
 import { DATA_TYPES } from "../../src/format/onnxFields.js";
 import { DeviceError, ModelFileError, OutOfMemoryError, UnsupportedCallError } from "../../src/index.js";
 import { Inputs } from "../../src/preprocess/inputs.js";
-import { TextCode } from "../../src/preprocess/textCode.js";
+import { TextCode } from "../../src/preprocess/textReader.js";
 import { FakeGpuDevice } from "../support/fakeGpu.js";
 import { FakeOrt } from "../support/fakeOrt.js";
 import { modelBytes } from "../support/models.js";

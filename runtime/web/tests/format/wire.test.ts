@@ -75,11 +75,11 @@ test("rows are cut to their own sizes", () => {
     ["a", 2],
     ["b", 1],
   ]);
-  expect(crop(data, 0, [3, 4, 2], ["a", "b", 2], sizes)).toEqual({
+  expect(crop(sizes, ["a", "b", 2], data, 0, [3, 4, 2])).toEqual({
     data: Float32Array.of(0, 1, 8, 9),
     shape: [2, 1, 2],
   });
-  expect(crop(data, 12, [3, 4], ["a", 4], sizes).data).toEqual(Float32Array.of(12, 13, 14, 15, 16, 17, 18, 19));
+  expect(crop(sizes, ["a", 4], data, 12, [3, 4]).data).toEqual(Float32Array.of(12, 13, 14, 15, 16, 17, 18, 19));
   const encode = {
     inputs: [{ name: "x", shape: ["batch", "time"] }],
     derivedLengths: new Map([["frames", { of: "time", minimum: 400, stride: 320 }]]),

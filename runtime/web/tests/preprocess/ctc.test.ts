@@ -38,7 +38,10 @@ describe("For random scores of frames", () => {
     for (const one of golden.cases) {
       const { path, best } = greedyPath(scoresOf(one), one.blank);
       expect(path).toEqual(golden.array(one.path));
-      expect(best).toEqual(one.greedy);
+      expect(best.ids).toEqual(one.greedy.ids);
+      // Two sums of numbers of one sign, each rounded at every number.
+      const error = 2 * path.length * 2 ** -53 * Math.abs(one.greedy.score);
+      expect(Math.abs(best.score - one.greedy.score)).toBeLessThanOrEqual(error);
     }
   });
 

@@ -2,8 +2,9 @@ import { expect, test } from "vitest";
 import { InputError } from "../../src/base/errors.js";
 import { manifestOf, readMetadata } from "../../src/format/modelFile.js";
 import type { Manifest, RequestInput } from "../../src/format/manifest.js";
-import { arrayOf, Inputs, type Input } from "../../src/preprocess/inputs.js";
-import { TextCode } from "../../src/preprocess/textCode.js";
+import { Inputs } from "../../src/preprocess/inputs.js";
+import { arrayOf, type Input } from "../../src/preprocess/values.js";
+import { TextCode } from "../../src/preprocess/textReader.js";
 import { errorOf } from "../golden/golden.js";
 import { modelBytes } from "../support/models.js";
 

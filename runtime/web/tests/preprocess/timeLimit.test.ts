@@ -3,7 +3,7 @@
 import { expect, test, vi } from "vitest";
 import { AbortedError, InputError, Model } from "../../src/index.js";
 import { slowText, startTimeLimits, withinTime } from "../../src/base/timeLimit.js";
-import { TextCode } from "../../src/preprocess/textCode.js";
+import { TextCode } from "../../src/preprocess/textReader.js";
 import { Connection, type Port } from "../../src/worker/connection.js";
 import { Golden, type Place } from "../golden/golden.js";
 

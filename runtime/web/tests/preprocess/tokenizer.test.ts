@@ -1,7 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { InputError, ModelFileError } from "../../src/base/errors.js";
 import { Detokenizer } from "../../src/preprocess/detokenizer.js";
-import { TextCode } from "../../src/preprocess/textCode.js";
+import { TextCode } from "../../src/preprocess/textReader.js";
 import { errorOf, Golden } from "../golden/golden.js";
 
 interface Case {

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { resample } from "../../src/preprocess/resample.js";
+import { resample } from "../../src/base/resample.js";
 import { Golden, type Place } from "../golden/golden.js";
 
 interface Case {
@@ -15,7 +15,7 @@ function rms(values: Float32Array): number {
 }
 
 test("Noise at another rate is that of soxr", () => {
-  const golden = new Golden<Case>("preprocess/resampled_sounds.py");
+  const golden = new Golden<Case>("resampled_sounds.py");
   for (const { rate, target, samples, resampled } of golden.cases) {
     const given = golden.array(samples);
     const expected = golden.array(resampled);

@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { PowerSpectrum } from "../../src/preprocess/fourier.js";
+import { PowerSpectrum } from "../../src/base/fourier.js";
 import { Golden, type Place } from "../golden/golden.js";
 
 interface Case {
@@ -9,7 +9,7 @@ interface Case {
 }
 
 test("Spectra are those of numpy, for lengths with small and with great prime factors", () => {
-  const golden = new Golden<Case>("preprocess/spectra.py");
+  const golden = new Golden<Case>("spectra.py");
   for (const { values, window, power } of golden.cases) {
     const frames = golden.array(values);
     const length = frames.length / 2;
