@@ -115,7 +115,7 @@ class AsyncModel:
         """
         check_int("max_batch_size", max_batch_size)
         check_int("max_pending", max_pending)
-        model.must_be_open()
+        model.calls.must_be_open()
         self.model = model
         self._max_batch_size, self._max_pending = max_batch_size, max_pending
         self._free_places = asyncio.Semaphore(max_pending)
@@ -233,13 +233,15 @@ class AsyncModel:
         if is_speech_to_text(self.model.manifest):
             next(self.model.predict([], truncate=truncate, adapter=adapter, **settings), None)  # checks the options
             return await self.transcribe(input, deadline, **settings)
-        return await self._predict(self.model.single_pass_call("predict", settings, truncate, adapter), input, deadline)
+        return await self._predict(
+            self.model.calls.single_pass("predict", settings, truncate, adapter), input, deadline
+        )
 
     async def embed(
         self, input: Input, deadline: float | None = None, truncate: bool = False, adapter: str | None = None
     ) -> npt.NDArray[np.float32]:
         """Return the vector of an input, (d,), as `Model.embed` does."""
-        call = self.model.single_pass_call("embed", {}, truncate, adapter, Features)
+        call = self.model.calls.single_pass("embed", {}, truncate, adapter, Features)
         assert isinstance(call.task, Features)
         call.task.must_pool("embed()")
         vector: npt.NDArray[np.float32] = await self._predict(call, input, deadline)
@@ -254,7 +256,7 @@ class AsyncModel:
         adapter: str | None = None,
     ) -> Classification:
         """Return the labels of an input and their probabilities, as `Model.classify` does."""
-        call = self.model.single_pass_call("classify", {"top_k": top_k}, truncate, adapter, Classifier)
+        call = self.model.calls.single_pass("classify", {"top_k": top_k}, truncate, adapter, Classifier)
         result: Classification = await self._predict(call, input, deadline)
         return result
 
@@ -270,7 +272,7 @@ class AsyncModel:
     ) -> list[Span]:
         """Return the labelled spans of a text, as `Model.entities` does."""
         settings = {"aggregation": aggregation, "ignore_labels": ignore_labels, "doc_stride": doc_stride}
-        call = self.model.single_pass_call("label spans", settings, truncate, adapter, TokenClassification)
+        call = self.model.calls.single_pass("label spans", settings, truncate, adapter, TokenClassification)
         spans: list[Span] = await self._predict(call, text, deadline)
         return spans
 
@@ -293,7 +295,7 @@ class AsyncModel:
             "max_seq_len": max_seq_len,
             "doc_stride": doc_stride,
         }
-        call = self.model.single_pass_call("answer", settings, False, adapter, QuestionAnswering)
+        call = self.model.calls.single_pass("answer", settings, False, adapter, QuestionAnswering)
         answer: Answer = await self._predict(call, pair, deadline)
         return answer
 
@@ -308,7 +310,7 @@ class AsyncModel:
     ) -> Filled:
         """Return the most probable tokens for each mask of a text, as `Model.fill` does."""
         settings = {"top_k": top_k, "candidate_tokens": candidate_tokens}
-        call = self.model.single_pass_call("fill", settings, truncate, adapter, FillMask)
+        call = self.model.calls.single_pass("fill", settings, truncate, adapter, FillMask)
         filled: Filled = await self._predict(call, text, deadline)
         return filled
 
@@ -319,10 +321,12 @@ class AsyncModel:
         other sounds.
         """
         model = self.model
-        model.must_be_open()
+        model.calls.must_be_open()
         if is_speech_to_text(model.manifest):
-            return await self._transcribe_by_generation(sound, deadline, model.transcriber.task.settings(settings))
-        call = model.single_pass_call("transcribe", settings, kind=CtcRecognition)
+            return await self._transcribe_by_generation(
+                sound, deadline, model.calls.transcriber.task.settings(settings)
+            )
+        call = model.calls.single_pass("transcribe", settings, kind=CtcRecognition)
         transcription: Transcription = await self._predict(call, sound, deadline)
         return transcription
 
@@ -334,8 +338,8 @@ class AsyncModel:
         truncate: bool = False,
     ) -> npt.NDArray[np.float32]:
         """Return the forecast of a history, as `Model.forecast` does. Those of one horizon are computed together."""
-        self.model.must_be_open()
-        forecaster = self.model.forecaster
+        self.model.calls.must_be_open()
+        forecaster = self.model.calls.forecaster
         steps = forecaster.steps(horizon)
         async with self._place(deadline) as ends_at:
             window = await self._read(partial(forecaster.window, history, steps, truncate), history, ends_at)
@@ -355,13 +359,13 @@ class AsyncModel:
 
         Calls of `score`, `align`, `hidden_states` and `attentions` are computed one after another.
         """
-        return await self._read_tokens(partial(self.model.score_call, source, target, adapter), source, deadline)
+        return await self._read_tokens(partial(self.model.calls.score, source, target, adapter), source, deadline)
 
     async def align(
         self, source: Input, target: Value, adapter: str | None = None, deadline: float | None = None
     ) -> npt.NDArray[np.float32]:
         """Return cross-attention weights of a target, as `Model.align` does."""
-        return await self._read_tokens(partial(self.model.align_call, source, target, adapter), source, deadline)
+        return await self._read_tokens(partial(self.model.calls.align, source, target, adapter), source, deadline)
 
     async def hidden_states(
         self,
@@ -371,7 +375,7 @@ class AsyncModel:
         deadline: float | None = None,
     ) -> dict[str, Array]:
         """Return the outputs of the exported submodules, as `Model.hidden_states` does."""
-        call = partial(self.model.hidden_states_call, source, target, adapter)
+        call = partial(self.model.calls.hidden_states, source, target, adapter)
         return await self._read_tokens(call, source, deadline)
 
     async def attentions(
@@ -383,11 +387,11 @@ class AsyncModel:
         **settings: Any,
     ) -> tuple[Array, list[str]]:
         """Return the attention weights of a single-pass model and labels, as `Model.attentions` does."""
-        call = partial(self.model.attentions_call, input, truncate, adapter, **settings)
+        call = partial(self.model.calls.attentions, input, truncate, adapter, **settings)
         return await self._read_tokens(call, input, deadline)
 
     async def run(self, call: SinglePassCall, input: Any, deadline: float | None = None) -> tuple[Any, int]:
-        """Run a call of `Model.single_pass_call` on one input. Return its result, and the number of ids of the input.
+        """Run a call of `ModelCalls.single_pass` on one input. Return its result, and the number of ids of the input.
 
         The settings of a call are checked once, for any number of inputs.
         """
@@ -417,14 +421,14 @@ class AsyncModel:
     ) -> ReadingT:
         async with self._place(deadline) as ends_at:
             call = await self._read(make_call, input, ends_at)
-            await self._compute("given tokens", self.model.token_reader.queue, [call], ends_at)
+            await self._compute("given tokens", self.model.calls.token_reader.queue, [call], ends_at)
         assert call.result is not None
         return call.result
 
     async def _transcribe_by_generation(
         self, sound: Any, deadline: float | None, settings: Mapping[str, Any]
     ) -> Transcription:
-        transcriber, generator = self.model.transcriber, self.model.generator
+        transcriber, generator = self.model.calls.transcriber, self.model.generator
         async with self._place(deadline) as ends_at:
             state = await self._read(partial(transcriber.begin, sound, settings), sound, ends_at)
             while (following := transcriber.next_request(state)) is not None:

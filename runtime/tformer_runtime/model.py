@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tformer_runtime.backend.binding import closed_error
 from tformer_runtime.backend.native_kernels import kernels_for, reason_without_kernels
 from tformer_runtime.backend.session import Session
-from tformer_runtime.base.arrays import Array, Ints
+from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import InputError, ModelFileError, OptionError, UnsupportedCallError, with_input_number
 from tformer_runtime.base.validation import MAX_THREADS, check_int
 from tformer_runtime.chat import CachedPrefix, Chat
@@ -27,13 +25,13 @@ from tformer_runtime.decoding.streaming import generate_stream
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.format.info import file_info
-from tformer_runtime.format.manifest import ATTENTIONS, CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput, Manifest
+from tformer_runtime.format.manifest import CROSS_ATTENTIONS, HIDDEN_STATES, Manifest
+from tformer_runtime.model_calls import ModelCalls
 from tformer_runtime.preprocess.chat_template import Message, Template, Tools, conversation, template_of
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
 from tformer_runtime.tasks import (
     Answer,
-    BaseTask,
     Classification,
     Classifier,
     CtcRecognition,
@@ -44,14 +42,9 @@ from tformer_runtime.tasks import (
     Span,
     TokenClassification,
     Transcription,
-    generates,
     is_speech_to_text,
-    task_of,
 )
-from tformer_runtime.tasks.forecasting import Forecaster
-from tformer_runtime.tasks.given_tokens import GivenTokens, TokenReader
-from tformer_runtime.tasks.single_pass import SinglePassCall, run_single_pass
-from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
+from tformer_runtime.tasks.single_pass import run_single_pass
 
 MAX_KEPT_SETTINGS = 64
 _CACHEABLE_TYPES = (int, float, bool, type(None))  # of options whose settings are kept: small and without state
@@ -73,6 +66,7 @@ class Model:
         self.inputs = Inputs(engine.manifest)
         self.budget = MemoryBudget(max_memory)
         self.generator = Generator(engine, self.inputs.output_codec, self.inputs.output_tokenizer, self.budget)
+        self.calls = ModelCalls(engine, self.inputs, self.generator, self.budget)
         self._settings_by_options: dict[object, Settings] = {}  # making them takes 50 µs, half a step of a small model
         self._check_file()
 
@@ -111,11 +105,11 @@ class Model:
         manifest, path = self.manifest, self.engine.session.path
         try:
             if SeriesPreprocessor.of(manifest) is not None:
-                _ = self.forecaster
+                _ = self.calls.forecaster
             elif manifest.decode is None:
-                _ = self._only_task
+                _ = self.calls.only_task
             elif is_speech_to_text(manifest):
-                _ = self.transcriber
+                _ = self.calls.transcriber
             elif not manifest.decode.features:
                 Settings.of(GenerationOptions(), manifest.generation_defaults)
                 manifest.adapter_number(manifest.generation_defaults.get("adapter"))
@@ -128,7 +122,7 @@ class Model:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of `load`: a spawned process opens the file anew."""
-        self.must_be_open()
+        self.calls.must_be_open()
         session = self.engine.session
         resources = session.threads, self.budget.limit, session.verified, session.max_run_seconds
         return Model.load, (session.path.resolve(), session.device, *resources)
@@ -148,13 +142,8 @@ class Model:
         """Whether `close` was called."""
         return self.engine.session.closed
 
-    def must_be_open(self) -> None:
-        """Raise UnsupportedCallError if the model is closed."""
-        if self.closed:
-            raise closed_error()
-
     def __enter__(self) -> Model:
-        self.must_be_open()
+        self.calls.must_be_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,9 +189,9 @@ class Model:
         adapter: the adapter with which the prefix is read. Its requests must have the same one.
         Raise UnsupportedCallError for a model with an encoder, which reads a source as a whole.
         """
-        self._must_be_decoder_only("prefix")
+        self.calls.must_be_decoder_only("prefix")
         sources, ids, _ = self.inputs.generation_inputs(input, ends_prompt=False)
-        return CachedPrefix(self.engine, ids, self.budget, {**sources, **self._adapter_input(adapter)})
+        return CachedPrefix(self.engine, ids, self.budget, {**sources, **self.calls.adapter_input(adapter)})
 
     def prompt(self, messages: str | Sequence[Message], system: str | None = None, tools: Tools | None = None) -> Input:
         """Return a conversation up to the answer, as an input of `generate`, by the file's chat template.
@@ -216,7 +205,7 @@ class Model:
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
         UnsupportedCallError for a file without a template.
         """
-        self._must_be_decoder_only("chat")
+        self.calls.must_be_decoder_only("chat")
         return self.inputs.conversation_input(self._template, conversation(messages, system), tools)
 
     def pictured_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
@@ -226,7 +215,7 @@ class Model:
         images: names or bytes of files, Pillow images or arrays of uint8, in the order of their markers.
         Raise UnsupportedCallError for a model that reads no pictures in its prompt.
         """
-        self._must_generate("read pictures")
+        self.calls.must_generate("read pictures")
         if not self.manifest.placeholders:
             raise UnsupportedCallError(
                 f"this model ({self.manifest.task}) reads no pictures in its prompt: leave them out (images, --image)"
@@ -245,7 +234,7 @@ class Model:
 
         system: a system message, for a file with a chat template.
         """
-        self._must_be_decoder_only("chat")
+        self.calls.must_be_decoder_only("chat")
         template = None if self.manifest.chat_template is None else self._template
         return Chat(self.generator, self.inputs, self.settings, self.stream_settings, template, system)
 
@@ -322,23 +311,7 @@ class Model:
             it is left out.
         adapter: the name of the adapter to use.
         """
-        return self.token_reader.read(self.score_call(source, target, adapter))
-
-    def score_call(
-        self, source: Input, target: Value | None = None, adapter: str | None = None
-    ) -> GivenTokens[npt.NDArray[np.float32]]:
-        """Return `score` as a call of `token_reader`."""
-        self._must_generate("score")
-        if not self.manifest.takes_prompt and target is None:
-            raise InputError("score needs a source and a target for a model with an encoder")
-        sources, prompt, start_count = self.inputs.generation_inputs(source)
-        sources |= self._adapter_input(adapter)
-        known = start_count if target is None else len(prompt)
-        ids = prompt if target is None else self._with_target(prompt, target)
-        return self.token_reader.call(sources, ids, lambda scores: scores[max(known, 1) - 1 :])
-
-    def _with_target(self, prompt: Ints, target: Value) -> Ints:
-        return np.concatenate([prompt, self.inputs.ids(self.engine.decode.step.name, target, add_special_tokens=False)])
+        return self.calls.token_reader.read(self.calls.score(source, target, adapter))
 
     def forecast(
         self, history: npt.ArrayLike, horizon: int | None = None, truncate: bool = False
@@ -351,9 +324,9 @@ class Model:
         Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not forecast.
         Cost: see `Forecaster.batch`.
         """
-        self.must_be_open()
-        steps = self.forecaster.steps(horizon)
-        return self.forecaster.batch([self.forecaster.window(history, steps, truncate)], steps)[0]
+        self.calls.must_be_open()
+        steps = self.calls.forecaster.steps(horizon)
+        return self.calls.forecaster.batch([self.calls.forecaster.window(history, steps, truncate)], steps)[0]
 
     def forecast_batch(
         self,
@@ -370,8 +343,8 @@ class Model:
         workers: batches that run in parallel.
         Other arguments and errors: see `forecast`. An error has the number of its history, from 1.
         """
-        self.must_be_open()
-        return self.forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
+        self.calls.must_be_open()
+        return self.calls.forecaster.forecast_all(histories, horizon, batch_size, workers, self._index_offset, truncate)
 
     def align(self, source: Input, target: Value, adapter: str | None = None) -> npt.NDArray[np.float32]:
         """Return cross-attention weights (target tokens, source positions) of the step that predicts each token.
@@ -379,24 +352,11 @@ class Model:
         adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without cross-attention weights.
         """
-        return self.token_reader.read(self.align_call(source, target, adapter))
-
-    def align_call(
-        self, source: Input, target: Value, adapter: str | None = None
-    ) -> GivenTokens[npt.NDArray[np.float32]]:
-        """Return `align` as a call of `token_reader`."""
-        self._extras(CROSS_ATTENTIONS)
-        sources, prompt, _ = self.inputs.generation_inputs(source)
-        sources |= self._adapter_input(adapter)
-        ids = self._with_target(prompt, target)
-        first = max(len(prompt), 1) - 1
-        return self.token_reader.call(
-            sources, ids[:-1], lambda values: values[CROSS_ATTENTIONS][first:], (CROSS_ATTENTIONS,)
-        )
+        return self.calls.token_reader.read(self.calls.align(source, target, adapter))
 
     def labels(self, source: Input, result: Result) -> tuple[list[str], list[str]]:
         """Return labels for a result's cross_attentions: the source token of each column, the token of each row."""
-        self.must_be_open()
+        self.calls.must_be_open()
         step = self.engine.decode.step.name
         length = 0 if result.cross_attentions is None else result.cross_attentions.shape[1]
         return self.inputs.source_labels(source, length), self.inputs.token_labels(step, result.token_ids)
@@ -410,23 +370,7 @@ class Model:
         adapter: the name of the adapter to use.
         Raise UnsupportedCallError for a file that was exported without hidden states.
         """
-        return self.token_reader.read(self.hidden_states_call(source, target, adapter))
-
-    def hidden_states_call(
-        self, source: Input, target: Value | None = None, adapter: str | None = None
-    ) -> GivenTokens[dict[str, Array]]:
-        """Return `hidden_states` as a call of `token_reader`."""
-        extras = self._extras(HIDDEN_STATES)
-        sources, ids, _ = self.inputs.generation_inputs(source)
-        if target is not None:
-            self._must_decode("read a target")
-            ids = self._with_target(ids, target)
-        elif sources:
-            ids = ids[:0]
-        sources |= self._adapter_input(adapter)
-        return self.token_reader.call(
-            sources, ids, lambda values: {extras[name].module: value for name, value in values.items()}, tuple(extras)
-        )
+        return self.calls.token_reader.read(self.calls.hidden_states(source, target, adapter))
 
     def predict(
         self,
@@ -454,7 +398,7 @@ class Model:
         A generative speech recognizer returns the results of `transcribe_batch`.
         Raise UnsupportedCallError for other models that decode. An InputError has the number of its input, from 1.
         """
-        self.must_be_open()
+        self.calls.must_be_open()
         if is_speech_to_text(self.manifest):
             if truncate:
                 raise OptionError(
@@ -462,27 +406,11 @@ class Model:
                     option="truncate",
                 )
             self.manifest.adapter_number(adapter)
-            return self.transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
-        call = self.single_pass_call("predict", settings, truncate, adapter)
+            return self.calls.transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
+        call = self.calls.single_pass("predict", settings, truncate, adapter)
         readings = (partial(call.read, input) for input in inputs)
         outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, call.select_outputs)
         return (call.result(reading, values) for reading, values in outputs)
-
-    def single_pass_call(
-        self,
-        call: str,
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        truncate: bool = False,
-        adapter: str | None = None,
-        kind: type[BaseTask] = BaseTask,
-    ) -> SinglePassCall:
-        """Return the inputs and results of a single-pass model, for settings of its task.
-
-        call: the verb of the caller, for errors.
-        kind: the class of the task. Raise UnsupportedCallError for other models and other tasks.
-        """
-        task, adapter_input = self._task(call, kind), self._adapter_input(adapter)
-        return SinglePassCall(task, self.inputs, settings, truncate, adapter_input)
 
     def embed(
         self,
@@ -496,7 +424,7 @@ class Model:
 
         Raise UnsupportedCallError for a model of another task, or without pooling.
         """
-        task = self._task("embed", Features)
+        task = self.calls.task("embed", Features)
         assert isinstance(task, Features)
         width = task.must_pool("embed()")
         vectors = list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter))
@@ -516,7 +444,7 @@ class Model:
         top_k: the number of labels in `Classification.top`. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
-        self._task("classify", Classifier)
+        self.calls.task("classify", Classifier)
         return list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter, top_k=top_k))
 
     def entities(
@@ -539,7 +467,7 @@ class Model:
             text. The longest of overlapping spans is kept. Cost: one run per window. None refuses a long text.
         Other arguments: see `predict`. Raise UnsupportedCallError for a model of another task.
         """
-        self._task("label spans", TokenClassification)
+        self.calls.task("label spans", TokenClassification)
         settings: dict[str, Any] = {
             "aggregation": aggregation,
             "ignore_labels": ignore_labels,
@@ -571,7 +499,7 @@ class Model:
         Cost: one run per window. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
-        self._task("answer", QuestionAnswering)
+        self.calls.task("answer", QuestionAnswering)
         settings: dict[str, Any] = {
             "top_k": top_k,
             "allow_no_answer": allow_no_answer,
@@ -602,7 +530,7 @@ class Model:
         Memory: a batch has 4 bytes for each token of the vocabulary at each position; an input that waits for its turn
         has them at its masks only.
         """
-        self._task("fill", FillMask)
+        self.calls.task("fill", FillMask)
         settings: dict[str, Any] = {"top_k": top_k, "candidate_tokens": candidate_tokens}
         return list(self.predict(_check_several(texts), batch_size, workers, truncate, adapter, **settings))
 
@@ -620,26 +548,7 @@ class Model:
         Raise InputError also for an input that is read in windows, UnsupportedCallError for a file that was exported
         without attention weights.
         """
-        return self.token_reader.read(self.attentions_call(input, truncate, adapter, **settings))
-
-    def attentions_call(
-        self, input: Input, truncate: bool = False, adapter: str | None = None, **settings: Any
-    ) -> GivenTokens[tuple[Array, list[str]]]:
-        """Return `attentions` as a call of `token_reader`."""
-        sources = {**self.single_request(input, truncate, settings), **self._adapter_input(adapter)}
-
-        def make_result(values: Mapping[str, Array]) -> tuple[Array, list[str]]:
-            weights = values[ATTENTIONS]
-            return weights, self.inputs.position_labels(sources, weights.shape[-1])
-
-        return self.token_reader.call(sources, np.zeros(0, np.int64), make_result, (ATTENTIONS,))
-
-    def single_request(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
-        """Return the arrays of an input for `attentions`. Arguments and errors: see `attentions`."""
-        task = self._task("give attention")
-        self._extras(ATTENTIONS)
-        settings = task.settings(settings)
-        return task.single_request(input, self.inputs, task.truncates(truncate, settings), settings)
+        return self.calls.token_reader.read(self.calls.attentions(input, truncate, adapter, **settings))
 
     def transcribe(self, sound: Any, **settings: Any) -> Transcription:
         """Return the transcription of a sound.
@@ -667,11 +576,11 @@ class Model:
             num_beams: hypotheses at each step.
         Other arguments: see `predict`.
         """
-        self.must_be_open()
+        self.calls.must_be_open()
         sounds = _check_several(sounds)
         if is_speech_to_text(self.manifest):
-            return self.transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
-        self._task("transcribe", CtcRecognition)
+            return self.calls.transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
+        self.calls.task("transcribe", CtcRecognition)
         return self.predict(sounds, batch_size, workers, **settings)
 
     def info(self) -> dict[str, Any]:
@@ -680,7 +589,7 @@ class Model:
         kernels: such as "native kernels avx512vnni"; None if onnxruntime's operators compute all products.
         no_kernels: the reason then, such as "switched off by TFORMER_KERNELS=0"; else None.
         """
-        self.must_be_open()
+        self.calls.must_be_open()
         session = self.engine.session
         facts = file_info(session.path, self.manifest, session.files.num_bytes)
         machine = {"kernels": session.kernels, "no_kernels": session.reason_without_kernels or None}
@@ -696,7 +605,7 @@ class Model:
         Settings of this model are returned as they are.
         Raise OptionError or UnsupportedCallError for options that this model does not support.
         """
-        self._must_generate("generate")
+        self.calls.must_generate("generate")
         if isinstance(options, Settings):
             if overrides:
                 raise OptionError("options that are settings already have no overrides: give GenerationOptions")
@@ -725,32 +634,9 @@ class Model:
             check_draft(self.engine, settings.draft_model.engine)
         for kind in (CROSS_ATTENTIONS, HIDDEN_STATES):
             if getattr(settings, kind):
-                self._extras(kind)
+                self.calls.extras(kind)
         self.manifest.adapter_number(settings.adapter)
         return settings
-
-    def _adapter_input(self, name: str | None) -> dict[str, Array]:
-        """Return the input that chooses an adapter. name: None is the default of the file.
-
-        Raise OptionError for an adapter that the file does not have.
-        """
-        return self.manifest.adapter_input(name or self.manifest.generation_defaults.get("adapter"))
-
-    def _extras(self, kind: str) -> dict[str, ExtraOutput]:
-        """Return the file's extra outputs of a kind, by name. Raise UnsupportedCallError if it has none."""
-        self._must_not_forecast(f"give {kind}")
-        extras = {extra.name: extra for extra in self.manifest.extras if extra.kind == kind}
-        if not extras:
-            missing, flag, argument = {
-                CROSS_ATTENTIONS: ("cross-attention weights", "--cross-attentions", "cross_attentions=True"),
-                ATTENTIONS: ("attention weights", "--attentions", "attentions=True"),
-                HIDDEN_STATES: ("hidden states", "--hidden-states NAME", "hidden_states=[NAME, …]"),
-            }[kind]
-            raise UnsupportedCallError(
-                f"{self.engine.session.path} holds no {missing}: export the model with {flag} "
-                f"(ExtraOutputs({argument}))"
-            )
-        return extras
 
     def _prompt_prefix(self, prefix: CachedPrefix | None) -> PromptPrefix | None:
         if prefix is not None and prefix.engine is not self.engine:
@@ -762,74 +648,6 @@ class Model:
             return make_request(self.manifest, self.inputs, input, index, settings, base)
         except InputError as error:
             raise with_input_number(error, index + 1) from error
-
-    def _must_be_decoder_only(self, call: str) -> None:
-        self._must_generate(call)
-        if not self.manifest.takes_prompt:
-            raise UnsupportedCallError(f"this model reads its input in an encoder, all at once: it cannot {call}")
-
-    @cached_property
-    def token_reader(self) -> TokenReader:
-        """Reads given tokens, for `score`, `align`, `hidden_states` and `attentions`."""
-        return TokenReader(self.engine, self.budget)
-
-    @cached_property
-    def forecaster(self) -> Forecaster:
-        """Forecasts, for `forecast`. Raise UnsupportedCallError for a model that does not forecast."""
-        return Forecaster(self.engine, self.budget)
-
-    @cached_property
-    def _only_task(self) -> BaseTask:
-        """The task of a file that does not generate text. Cached, because some tasks parse the tokenizer."""
-        return task_of(self.manifest)
-
-    @cached_property
-    def transcriber(self) -> Transcriber:
-        """Transcribes with a generative model, for `transcribe`."""
-        return Transcriber(self.generator, self.manifest)
-
-    def _must_decode(self, call: str) -> None:
-        self._must_not_forecast(call)
-        if self.manifest.decode is None:
-            offers = self._only_task.call
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) is a single-pass model: it cannot {call}; call {offers}, or export "
-                "it with the step_input that it decodes"
-            )
-
-    def _must_generate(self, call: str) -> None:
-        """Raise UnsupportedCallError for a model that does not generate text, or that transcribes sounds."""
-        self._must_decode(call)
-        if is_speech_to_text(self.manifest):
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) {SpeechToText.does}: it cannot {call}; call {SpeechToText.call}"
-            )
-
-    def _task(self, call: str, kind: type[BaseTask] = BaseTask) -> BaseTask:
-        """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks.
-
-        call: the verb of the caller, for the error. kind: the class of the task.
-        """
-        self._must_not_forecast(call)
-        if self.manifest.decode is not None:
-            does, instead = (
-                ("generates", "generate()") if generates(self.manifest) else (SpeechToText.does, SpeechToText.call)
-            )
-            raise UnsupportedCallError(f"this model ({self.manifest.task}) {does}: it cannot {call}; call {instead}")
-        task = self._only_task
-        if not isinstance(task, kind):
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
-            )
-        return task
-
-    def _must_not_forecast(self, call: str) -> None:
-        """Raise UnsupportedCallError for a forecaster, as for a closed model: all other calls begin here."""
-        self.must_be_open()
-        if SeriesPreprocessor.of(self.manifest) is not None:
-            raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) continues series of numbers: it cannot {call}; call forecast()"
-            )
 
 
 def _check_several(inputs: Iterable[Input]) -> Iterable[Input]:

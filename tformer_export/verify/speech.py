@@ -104,7 +104,7 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
     must have as many frames as the source makes of the whole sound.
     """
     assert source.own_pipeline is not None
-    task = model._only_task
+    task = model.calls.only_task
     if not isinstance(task, CtcRecognition) or not task.in_windows:
         return
     sound = np.concatenate(draw_sounds(audio.sampling_rate, seed=2, min_samples=audio.min_samples))

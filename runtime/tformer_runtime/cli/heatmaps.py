@@ -147,7 +147,7 @@ class AttentionMapWriter(HeatMapWriter):
         self._truncate, self._settings, self._adapter = truncate, settings, adapter
 
     def _check_drawable(self, model: Model, value: Input) -> None:
-        model.single_request(value, self._truncate, self._settings)
+        model.calls.single_request(value, self._truncate, self._settings)
 
     def _draw_picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
         attention_maps(path, *model.attentions(value, self._truncate, self._adapter, **self._settings))

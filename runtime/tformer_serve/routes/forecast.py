@@ -28,7 +28,7 @@ async def forecast(body: ForecastRequest, request: Request, state: State) -> Res
     """Continue histories."""
     with state.api_errors():
         served, context = state.models.named(body.model), context_of(request.scope)
-        forecaster = served.model.forecaster
+        forecaster = served.model.calls.forecaster
         columns, steps = forecaster.series.names, forecaster.steps(body.horizon)
         count = steps * len(columns) * len(body.histories)
         if count > MAX_ANSWER_NUMBERS:

@@ -30,8 +30,8 @@ async def single_pass_call(
     kind: type[BaseTask],
     settings: Mapping[str, Any],
 ) -> SinglePassCall:
-    """Return a call with the settings of a body. Arguments and errors: see `Model.single_pass_call`."""
-    make_call = partial(served.model.single_pass_call, kind=kind)
+    """Return a call with the settings of a body. Arguments and errors: see `ModelCalls.single_pass`."""
+    make_call = partial(served.model.calls.single_pass, kind=kind)
     return await on_body(context_of(request.scope), make_call, verb, settings, bool(body.truncate), body.adapter)
 
 

@@ -45,7 +45,7 @@ async def transcribe(request: Request, state: State) -> Response:
         served = state.models.named(body.model)
         generates = is_speech_to_text(served.model.manifest)
         if not generates:  # refuses a model of another task
-            served.model.single_pass_call("transcribe", kind=CtcRecognition)
+            served.model.calls.single_pass("transcribe", kind=CtcRecognition)
         settings = body.settings(generates)
         result, seconds = await while_connected(request, _transcription(context, served, sound, settings))
     segments = result.segments if generates else phrases(result.segments)

@@ -122,7 +122,7 @@ def _sound(audio: AudioPreprocessor, number: int) -> Json:
 
 
 def _series(model: Model, series: SeriesPreprocessor, random: np.random.Generator, number: int) -> Json:
-    room = model.forecaster.room(_horizon(model))
+    room = model.calls.forecaster.room(_horizon(model))
     most = min(n for n in (24, room, series.max_context_length) if n is not None)
     rows = max(series.min_context_length, most - number * (5 if series.ragged else 0))
     steps = random.standard_normal((rows, series.features)).cumsum(0)
@@ -132,7 +132,7 @@ def _series(model: Model, series: SeriesPreprocessor, random: np.random.Generato
 
 
 def _horizon(model: Model) -> int:
-    series, most = model.forecaster.series, model.forecaster.max_steps
+    series, most = model.calls.forecaster.series, model.calls.forecaster.max_steps
     return min(n for n in (series.horizon or 4, most) if n is not None)
 
 

@@ -169,7 +169,7 @@ def test_fifty_concurrent_calls_equal_those_of_model(load, name):
 def test_call_runs_on_many_inputs_and_counts_their_ids(load):
     """Windows of a text share ids, which are counted in each."""
     model = load("spans")
-    call = model.single_pass_call("label spans", {"doc_stride": 2})
+    call = model.calls.single_pass("label spans", {"doc_stride": 2})
     texts = [*TEXTS, "day " * 19]
     expected = model.entities(texts, doc_stride=2)
 
@@ -484,9 +484,9 @@ def test_closed_model_ends_the_calls_of_its_async_model(load, monkeypatch):
 def test_max_pending_bounds_all_kinds_together(load, monkeypatch):
     model = load("toy")
     made = []
-    for name in ("request", "score_call", "align_call"):
-        make = getattr(model, name)
-        monkeypatch.setattr(model, name, lambda *a, make=make, name=name: made.append(name) or make(*a))
+    for owner, name in ((model, "request"), (model.calls, "score"), (model.calls, "align")):
+        make = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, make=make, name=name: made.append(name) or make(*a))
 
     async def ask():
         async with AsyncModel(model, max_pending=2) as aio:
@@ -506,8 +506,8 @@ def test_max_pending_bounds_all_kinds_together(load, monkeypatch):
             return before, stats
 
     before, stats = run(ask())
-    assert before == ["request", "score_call"]
-    assert sorted(made) == ["align_call", "request", "score_call", "score_call"]
+    assert before == ["request", "score"]
+    assert sorted(made) == ["align", "request", "score", "score"]
     assert (stats.running_requests, stats.waiting_requests) == (1, 3)
 
 
