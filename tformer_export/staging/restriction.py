@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -330,32 +330,17 @@ class RestrictionSolver:
         if nodes[0].target is ATTENTION and nodes[0] not in self._evened:
             with self._with_even_scores(nodes[0]):
                 return self._search(nodes, roles, allowed, windows)
-        leaves = tuple(tuple(pytree.tree_leaves((node.args, node.kwargs))) for node in nodes)
         inside = frozenset(nodes)
+        leaves = [pytree.tree_leaves((node.args, node.kwargs)) for node in nodes]
         options = [[self._options(leaf, allowed, inside) for leaf in part] for part in leaves]
         if any(choices == [] for part in options for choices in part):
             return None
-        slots = [(p, i) for p, part in enumerate(options) for i, choices in enumerate(part) if len(choices) > 1]
-        # One value may be read twice, as the new rows and as all of them. In a large region it is read in one way.
-        tied = len(slots) > MAX_SEARCHED_OPERANDS and len(nodes) > 1
-        groups: dict[Any, list[tuple[int, int]]] = {}
-        for p, i in slots:
-            groups.setdefault(leaves[p][i] if tied else (p, i), []).append((p, i))
-        free = [options[where[0][0]][where[0][1]] for where in groups.values()]
-        if len(free) > MAX_SEARCHED_OPERANDS:
-            free = [[o[0], o[-1]] if at < MAX_SEARCHED_OPERANDS else o[:1] for at, o in enumerate(free)]
-        combinations: Iterable[tuple[AxisChoice, ...]] = itertools.product(*free)
-        if len(nodes) > 1 and math.prod(map(len, free)) > MAX_REGION_COMBINATIONS:
-            combinations = [tuple(o[0] for o in free), tuple(o[-1] if FRESH in o else o[0] for o in free)]
-
-        def weight(chosen: tuple[AxisChoice, ...]) -> int:
-            return sum(role == ALL for c in chosen if isinstance(c, tuple) for _, role in c)
-
-        choices = [[o[0] for o in part] for part in options]
-        for chosen in sorted(combinations, key=weight):
-            for where, choice in zip(groups.values(), chosen, strict=True):
-                for p, i in where:
-                    choices[p][i] = choice
+        slots = _searched_slots(leaves, options)
+        choices = [[possible[0] for possible in part] for part in options]
+        for combination in _combinations([options[part][place] for (part, place), *_ in slots], len(nodes) > 1):
+            for same_choice, choice in zip(slots, combination, strict=True):
+                for part, place in same_choice:
+                    choices[part][place] = choice
             solution = Solution(nodes, tuple(map(tuple, choices)))
             if all(self._commutes(solution, roles, window) for window in windows) and (
                 self._commutes_elsewhere(solution, roles, windows)
@@ -612,6 +597,46 @@ class RestrictionSolver:
             return None
         is_same = moved.dtype == marked.dtype and torch.isin(moved, marked).all() and torch.isin(marked, moved).all()
         return tensors[0] if is_same else None
+
+
+_Slot = tuple[int, int]  # the operation in its region, and the place of an operand among its leaves
+
+
+def _searched_slots(
+    leaves: Sequence[Sequence[Any]], options: Sequence[Sequence[Sequence[AxisChoice]]]
+) -> list[list[_Slot]]:
+    """Return the operands with more than one possible choice. Those of one list get the same choice.
+
+    One value may be read twice, as the new rows and as all of them. In a large region it is read in one way.
+    """
+    slots = [(i, k) for i, part in enumerate(options) for k, possible in enumerate(part) if len(possible) > 1]
+    if len(slots) <= MAX_SEARCHED_OPERANDS or len(leaves) == 1:
+        return [[slot] for slot in slots]
+    by_value: dict[Any, list[_Slot]] = {}
+    for part, place in slots:
+        by_value.setdefault(leaves[part][place], []).append((part, place))
+    return list(by_value.values())
+
+
+def _combinations(options: Sequence[Sequence[AxisChoice]], is_region: bool) -> list[tuple[AxisChoice, ...]]:
+    """Return the combinations of choices to try, those with few ALL first.
+
+    options: the possible choices of each operand.
+    """
+    if len(options) > MAX_SEARCHED_OPERANDS:
+        searched, others = options[:MAX_SEARCHED_OPERANDS], options[MAX_SEARCHED_OPERANDS:]
+        options = [*([possible[0], possible[-1]] for possible in searched), *(possible[:1] for possible in others)]
+    combinations: Iterable[tuple[AxisChoice, ...]] = itertools.product(*options)
+    if is_region and math.prod(map(len, options)) > MAX_REGION_COMBINATIONS:
+        new_rows = tuple(possible[0] for possible in options)
+        numbered_from_0 = tuple(possible[-1] if FRESH in possible else possible[0] for possible in options)
+        combinations = [new_rows, numbered_from_0]
+    return sorted(combinations, key=_num_all)
+
+
+def _num_all(choices: tuple[AxisChoice, ...]) -> int:
+    """Return the number of axes that are needed at all positions."""
+    return sum(role == ALL for choice in choices if isinstance(choice, tuple) for _, role in choice)
 
 
 def _first(value: Any) -> Any:
