@@ -78,7 +78,10 @@ def solver_of(
     name = captured.step_name or ""
     inputs[name] = inputs[name] if values is None else values
     if others is None:
-        others = {n: torch.stack([x[0], x[1].flip(0)]) for n, x in inputs.items()}
+        others = {
+            n: torch.stack([x[0], x[1].flip(0) * 2 if x.is_floating_point() else x[1].flip(0)])
+            for n, x in inputs.items()
+        }
     else:
         others = {**inputs, name: others}
     level = binding_times(captured)
