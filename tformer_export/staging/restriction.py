@@ -234,7 +234,9 @@ class RestrictionSolver:
         """
         key = node, roles
         if key not in self.solutions:
-            solution = None if self._needs_whole_result(node, roles) else self._search((node,), roles, (NEW, ALL))
+            solution = self._read_far_rows(node, roles)
+            if solution is None and not self._needs_whole_result(node, roles):
+                solution = self._search((node,), roles, (NEW, ALL))
             if solution is None and all(role == NEW for _, role in roles):
                 solution = self._carry_states(node)
             regions = [] if solution is not None else find_regions(node, self.level, self.order, self._has_known_layout)
@@ -295,6 +297,36 @@ class RestrictionSolver:
                     return None  # its carry would have no axis for the rows of a batch
         choices = [[SPAN if isinstance(x, Node) and x not in inside else None for x in part] for part in leaves]
         return Solution(lookback.nodes, tuple(map(tuple, choices)), lookback)
+
+    def _read_far_rows(self, node: Node, roles: Roles) -> Solution | None:
+        """Return the solution of an operation that reads rows further back than the probe has positions.
+
+        At the length of the probe, a convolution with a dilation of 8 reads the zeros in front of the sequence alone.
+        """
+        if not all(role == NEW for _, role in roles) or not self._may_read_far_rows(node):
+            return None
+        solution = self._look_back(node)
+        return solution if solution is not None and solution.lookback is not None and solution.lookback.rows else None
+
+    def _may_read_far_rows(self, node: Node) -> bool:
+        """Return whether its operands have as many rows besides the positions as the probe has positions.
+
+        False for rows that come through attention, which is decoded with a cache.
+        """
+        padded: set[Node] = set()
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current.target is ATTENTION or len(self.time_axes(current)) > 1:
+                return False
+            above = {a for a in current.all_input_nodes if self._has_many_other_rows(a)} - padded
+            padded |= above
+            pending += above
+        return bool(padded)
+
+    def _has_many_other_rows(self, node: Node) -> bool:
+        sizes = (expression(_first(meta(node)).shape[axis]) - self.time for axis in self.time_axes(node))
+        return any(bool(other.is_number and other >= PROBE_LENGTH) for other in sizes)
 
     def _needs_whole_result(self, node: Node, roles: Roles) -> bool:
         """Return whether a node selects a result of an operation with several results that cannot all be decoded.

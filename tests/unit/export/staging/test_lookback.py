@@ -8,6 +8,7 @@ import torch
 from support.hand_graphs import BATCH, WIDTH, hand_graph, numbers, plan_of, solver_of
 from torch.nn import functional as F
 
+from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.fx_nodes import meta
@@ -38,6 +39,19 @@ def sums_of_blocks(x, _):
 BOUNDED = {  # title: (function of x and a constant, constant, positions back, whether a constant is before the first)
     "convolution": (lambda x, w: convolved(x, w), KERNEL, 2, False),
     "dilated convolution": (lambda x, w: convolved(x, w, (10, 0), 5), KERNEL, 10, False),
+    "widely dilated convolution": (lambda x, w: convolved(x, w, (16, 0), 8), KERNEL, 16, False),
+    "widely dilated convolution with padding on both sides": (
+        lambda x, w: F.conv1d(x.relu().transpose(1, 2), w, padding=14, dilation=7)[..., :-14].transpose(1, 2),
+        KERNEL,
+        14,
+        False,
+    ),
+    "shift by more positions than the probe has": (
+        lambda x, _: F.pad(x.relu(), (0, 0, 9, 0))[:, : x.shape[1]],
+        ROW,
+        9,
+        False,
+    ),
     "convolution of near and far rows": (lambda x, w: convolved(x, w, (30, 0)), SPARSE, 30, False),
     "shift": (
         lambda x, _: torch.cat([x.new_zeros(x.shape[0], 4, WIDTH), x.relu()], 1)[:, : x.shape[1]],
@@ -142,6 +156,30 @@ def test_running_result_has_no_limit(function):
 def test_operation_that_reads_later_positions_is_refused(function):
     with pytest.raises(UnsupportedModelError, match="looks ahead"):
         planned(function, KERNEL)
+
+
+def test_rows_that_are_put_in_front_and_dropped_again_are_not_carried():
+    """Eight registers in front of the sequence, as many as a shift would have."""
+
+    def registered(x, row):
+        return (torch.cat([row.expand(x.shape[0], 8, WIDTH), x.relu()], 1).exp() * 2)[:, 8:]
+
+    solver = solver_of(hand_graph(registered, [ROW]))
+    plan = plan_of(solver)
+    assert (plan.looking_back, solver.cuts) == (set(), {})
+
+
+def test_attention_between_registers_and_their_removal_has_a_cache():
+    """A window of attention over eight registers and the sequence, which could be carried too."""
+
+    def attended(x, row):
+        rows = torch.cat([row.expand(x.shape[0], 8, WIDTH), x.relu()], 1).unsqueeze(1)
+        seen = torch.ones(rows.shape[2], rows.shape[2], dtype=torch.bool)
+        return ATTENTION(rows, rows * 2, rows, seen.tril() & ~seen.tril(-3), 0.5, 0.0).squeeze(1)[:, 8:]
+
+    solver = solver_of(hand_graph(attended, [ROW]))
+    assert plan_of(solver).looking_back == set()
+    assert solver.cuts
 
 
 @pytest.mark.parametrize("function", [lambda x, _: x.relu().sum(1), lambda x, _: x.relu().flatten(0, 1)])
