@@ -32,6 +32,20 @@ class DilatedConvolution(TinyDecoder):
         return self.attention(x, self.mask(idx)) + self.conv(F.pad(x.transpose(1, 2), (10, 0))).transpose(1, 2)
 
 
+class WidelyDilatedConvolution(TinyDecoder):
+    """Convolutions whose dilation grows from layer to layer, as in WaveNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 2, padding=n, dilation=n) for n in (1, 4, 8))
+
+    def mix(self, x, idx):
+        local = x.transpose(1, 2)
+        for conv in self.convs:
+            local = torch.tanh(conv(local)[..., : x.shape[1]])
+        return self.attention(x, self.mask(idx)) + local.transpose(1, 2)
+
+
 class ConvolvedKeys(TinyDecoder):
     """Convolutions of queries, keys and values."""
 
@@ -137,6 +151,7 @@ class UnfoldedWindows(TinyDecoder):
 CASES = [
     Case("convolution-padded", PaddedConvolution, exports_file=True),
     Case("convolution-dilated", DilatedConvolution),
+    Case("convolution-dilated-widely", WidelyDilatedConvolution),
     Case("convolution-of-keys", ConvolvedKeys, exports_file=True),
     Case("token-shift", TokenShift),
     Case("smear-gate", SmearGate),

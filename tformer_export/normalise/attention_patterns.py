@@ -38,6 +38,7 @@ _ARITHMETIC: dict[Any, Callable[..., float]] = {
 }
 
 
+_CAPPED = (*PRODUCTS, *_MULTIPLIED, *_DIVIDED, *_PERMUTATIONS, *_CASTS)  # operations between a cap and the product
 _SUMS = aten.add.Tensor, aten.sub.Tensor
 _CUTS = {  # operations that move numbers, or put 0 in their place
     *_PERMUTATIONS,
@@ -140,6 +141,38 @@ def _permutation(node: Node) -> list[int]:
     first, second = (axis % rank for axis in arguments(node)[1:3])
     order[first], order[second] = second, first
     return order
+
+
+@dataclass
+class _ScorePath:
+    """The operations from softmax upwards to a node.
+
+    layout: of the value above them. rank: of the weights.
+    factor: the number by which the operations between the node and softmax, or the cap, multiply.
+    softcap, biases: as in `_Scores`.
+    """
+
+    layout: _Layout
+    rank: int
+    factor: float = 1.0
+    softcap: float = 0.0
+    biases: list[Callable[[NodeBuilder], Node]] = field(default_factory=list)
+
+    def add_bias(self, build: Callable[[NodeBuilder], Node]) -> None:
+        self.biases.append(_placed(self.layout, self.rank, build))
+
+    def scores_of(self, product: Node) -> _Scores:
+        """Return the scores of the product of queries and keys that the path leads to."""
+        if self.layout.order != tuple(range(self.rank)) or self.layout.merged is not None:
+            raise UnknownFormError("its scores have their axes in another order than its weights")
+        factor = self.factor
+        if product.target is aten.baddbmm.default:
+            if self.softcap:
+                raise UnknownFormError(f"{describe_node(product)} changes the scores before they are capped")
+            beta, alpha = (float(product.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
+            self.add_bias(_scaled_bias(arguments(product)[0], beta * factor))
+            factor *= alpha
+        return _Scores(product, factor * (self.softcap or 1.0), self.softcap, self.biases)
 
 
 @dataclass(frozen=True)
@@ -267,51 +300,40 @@ class _Recogniser:
 
     def _read_scores(self, node: Any, layout: _Layout, rank: int) -> _Scores:
         """Follow scaling, casts, added biases and masks from the operand of softmax up to the one matrix product."""
-        factor, softcap = 1.0, 0.0  # factor: by which operations between here and softmax, or the cap, multiply
-        biases: list[Callable[[NodeBuilder], Node]] = []
+        path = _ScorePath(layout, rank)
         while isinstance(node, Node) and node.op == "call_function":
-            target, args = node.target, arguments(node)
-            if softcap and target not in (*PRODUCTS, *_MULTIPLIED, *_DIVIDED, *_PERMUTATIONS, *_CASTS):
+            if path.softcap and node.target not in _CAPPED:
                 raise UnknownFormError(f"{describe_node(node)} changes the scores before they are capped")
-            if target in PRODUCTS:
-                if layout.order != tuple(range(rank)) or layout.merged is not None:
-                    raise UnknownFormError("its scores have their axes in another order than its weights")
-                if target is aten.baddbmm.default:
-                    beta, alpha = (float(node.kwargs.get(name, 1)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
-                    if softcap:
-                        raise UnknownFormError(f"{describe_node(node)} changes the scores before they are capped")
-                    biases.append(_placed(layout, rank, _scaled_bias(args[0], beta * factor)))
-                    factor *= alpha
-                return _Scores(node, factor * (softcap or 1.0), softcap, biases)
-            if target in _MULTIPLIED and (number := self._number(args[1])) is not None:
-                factor *= number
-                node = args[0]
-            elif target in _DIVIDED and (number := self._number(args[1])) is not None:
-                factor /= number
-                node = args[0]
-            elif target is aten.sub.Tensor and _is_maximum(args[1], args[0], layout):  # softmax does not see it
-                node = args[0]
-            elif target is aten.tanh.default and not softcap:
-                softcap, factor = factor, 1.0
-                node = args[0]
-            elif target in (*_PERMUTATIONS, *_CASTS, aten.reshape.default):
-                layout = self._step_up(layout, node, rank)
-                node = args[0]
-            elif target in _SUMS and (mask := self._read_mask_product(node)) is not None:
-                biases.append(_placed(layout, rank, _mask_bias(mask.mask, mask.hides, mask.fill * factor)))
-                node = mask.scores
-            elif target is aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in args):
-                scores, bias = args if self._has_product_above(args[0]) else reversed(args)
-                if not self._has_product_above(scores) or not meta(bias).is_floating_point():
-                    raise UnknownFormError(f"{describe_node(node)} adds no product of queries and keys")
-                biases.append(_placed(layout, rank, _scaled_bias(bias, factor)))
-                node = scores
-            elif (mask := self._read_mask(node)) is not None:
-                biases.append(_placed(layout, rank, _mask_bias(mask.mask, mask.hides, mask.fill * factor)))
-                node = mask.scores
-            else:
-                raise UnknownFormError(f"{describe_node(node)} is between the scores and the softmax")
+            if node.target in PRODUCTS:
+                return path.scores_of(node)
+            node = self._scores_above(node, path)
         raise UnknownFormError("there is no product of queries and keys above it")
+
+    def _scores_above(self, node: Node, path: _ScorePath) -> Any:
+        """Return the operand of an operation that holds the scores. Its effect on them is added to the path."""
+        target, args = node.target, arguments(node)
+        number = self._number(args[1]) if target in (*_MULTIPLIED, *_DIVIDED) else None
+        if number is not None:
+            path.factor = path.factor * number if target in _MULTIPLIED else path.factor / number
+            return args[0]
+        if target is aten.sub.Tensor and _is_maximum(args[1], args[0], path.layout):  # softmax does not see it
+            return args[0]
+        if target is aten.tanh.default and not path.softcap:
+            path.softcap, path.factor = path.factor, 1.0
+            return args[0]
+        if target in (*_PERMUTATIONS, *_CASTS, aten.reshape.default):
+            path.layout = self._step_up(path.layout, node, path.rank)
+            return args[0]
+        if (mask := self._read_mask(node)) is not None:
+            path.add_bias(_mask_bias(mask.mask, mask.hides, mask.fill * path.factor))
+            return mask.scores
+        if target is aten.add.Tensor and not node.kwargs and all(isinstance(a, Node) for a in args):
+            scores, bias = args if self._has_product_above(args[0]) else reversed(args)
+            if not self._has_product_above(scores) or not meta(bias).is_floating_point():
+                raise UnknownFormError(f"{describe_node(node)} adds no product of queries and keys")
+            path.add_bias(_scaled_bias(bias, path.factor))
+            return scores
+        raise UnknownFormError(f"{describe_node(node)} is between the scores and the softmax")
 
     def _read_mask(self, node: Node) -> _Mask | None:
         target, args = node.target, arguments(node)

@@ -72,40 +72,60 @@ def separate_projection(model: ir.Model) -> None:
     choice = next(node for node in graph if node.op_type == "If")
     decode, encode = (choice.attributes[name].as_graph() for name in ("then_branch", "else_branch"))
     projection = _find_projection(decode)
-    hidden = projection.product.inputs[0]
-    assert hidden is not None
-    inside = {value for node in projection.nodes for value in node.outputs}
-    read = {value for node in projection.nodes for value in node.inputs if value is not None} - inside - {hidden}
-    constants = [node for value in read if (node := value.producer()) is not None and node.graph is decode]
-    other = [use.node for value in inside for use in value.uses() if use.node not in projection.nodes]
-    if other or any(node.op_type != "Constant" for node in constants):
-        raise _refused("reads more than the last hidden state, or is read by more than the logits")
-    logits, result = decode.outputs[0], graph.outputs[0]
-    if hidden.is_graph_output():
-        same = ir.node("Identity", [hidden], name=HIDDEN)
-        decode.append(same)
-        hidden, same.outputs[0].type = same.outputs[0], hidden.type
-        projection.product.replace_input_with(0, hidden)
-    decode.outputs[0] = hidden
+    constants = _constants_read(decode, projection)
+    hidden = _hidden_output(decode, projection)
+    logits, result, inner = decode.outputs[0], graph.outputs[0], _inner(projection.product)
     moved = [node for node in decode if node in projection.nodes or node in constants]
-    encoded, inner = encode.outputs[0], _inner(projection.product)
-    maker = encoded.producer()
-    assert maker is not None
-    empty = ir.tensor(np.zeros((0, 0, inner), np.float32))
-    nodes = [ir.node("Constant", [], {"value": empty}, name=f"no {HIDDEN}")]
-    encode.append(nodes[0])
-    nodes[0].outputs[0].name = f"{encode.name}/no/{HIDDEN}"
-    encode.outputs[0] = nodes[0].outputs[0]
-    encode.remove(maker, safe=True)
+    decode.outputs[0] = hidden
+    _return_no_hidden(encode, inner)
     decode.remove(moved)
-    hidden_output = choice.outputs[0]
-    projection.product.replace_input_with(0, hidden_output)
+    projection.product.replace_input_with(0, choice.outputs[0])
     graph.extend(moved)
     graph.outputs[0] = logits
     logits.shape, logits.type = result.shape, result.type
-    hidden_output.name, hidden_output.shape = HIDDEN, ir.Shape([None, None, inner])
-    hidden_output.type = ir.TensorType(ir.DataType.FLOAT)
+    choice.outputs[0].name, choice.outputs[0].shape = HIDDEN, ir.Shape([None, None, inner])
+    choice.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     logits.name = "logits" if result.name == HIDDEN else result.name
+
+
+def _constants_read(decode: ir.Graph, projection: _OutputProjection) -> list[ir.Node]:
+    """Return the constants of the decode stage that the projection reads.
+
+    Raises UnsupportedModelError if it reads other values than these and the hidden state, or if other nodes read it.
+    """
+    inside = {value for node in projection.nodes for value in node.outputs}
+    read = {value for node in projection.nodes for value in node.inputs if value is not None}
+    outside = read - inside - {projection.product.inputs[0]}
+    constants = [node for value in outside if (node := value.producer()) is not None and node.graph is decode]
+    other_readers = [use.node for value in inside for use in value.uses() if use.node not in projection.nodes]
+    if other_readers or any(node.op_type != "Constant" for node in constants):
+        raise _refused("reads more than the last hidden state, or is read by more than the logits")
+    return constants
+
+
+def _hidden_output(decode: ir.Graph, projection: _OutputProjection) -> ir.Value:
+    """Return the last hidden state as a value that may be an output. One that is an output already is copied."""
+    hidden = projection.product.inputs[0]
+    assert hidden is not None
+    if not hidden.is_graph_output():
+        return hidden
+    same = ir.node("Identity", [hidden], name=HIDDEN)
+    decode.append(same)
+    same.outputs[0].type = hidden.type
+    projection.product.replace_input_with(0, same.outputs[0])
+    return same.outputs[0]
+
+
+def _return_no_hidden(encode: ir.Graph, inner: int) -> None:
+    """Let the encode stage return a hidden state without rows in the place of logits without rows."""
+    maker = encode.outputs[0].producer()
+    assert maker is not None
+    empty = ir.tensor(np.zeros((0, 0, inner), np.float32))
+    constant = ir.node("Constant", [], {"value": empty}, name=f"no {HIDDEN}")
+    encode.append(constant)
+    constant.outputs[0].name = f"{encode.name}/no/{HIDDEN}"
+    encode.outputs[0] = constant.outputs[0]
+    encode.remove(maker, safe=True)
 
 
 def add_gathered_columns(model: ir.Model) -> ShortlistSpec:
@@ -118,31 +138,50 @@ def add_gathered_columns(model: ir.Model) -> ShortlistSpec:
     rows, weight = _rows(model, projection.product)
     dtype, inner = rows.dtype, _sizes(rows)[1]
     assert dtype is not None
-    gather, columns = _input(GATHER_IDS, ir.DataType.INT64, 1), _input(COLUMN_IDS, ir.DataType.INT64, 1)
-    gathered_weight = _input(COLUMN_WEIGHT, dtype, 2)
-    gathered_weight.shape = ir.Shape([inner, None])
-    graph.inputs.extend([gather, columns, gathered_weight])
-    picked = ir.node("Gather", [rows, gather], {"axis": 0}, name="shortlist.rows")
-    transposed = ir.node("Transpose", [picked.outputs[0]], {"perm": [1, 0]}, name=GATHERED_COLUMNS)
-    picked.outputs[0].name, gathered = "shortlist.rows", transposed.outputs[0]
-    gathered.name, gathered.dtype, gathered.shape = GATHERED_COLUMNS, dtype, ir.Shape([inner, None])
-    size = ir.node("Size", [columns], name="shortlist.size")
-    some = ir.node("Cast", [size.outputs[0]], {"to": ir.DataType.BOOL}, name="shortlist.some")
-    size.outputs[0].name, some.outputs[0].name = "shortlist.size", "shortlist.some"
-    result = graph.outputs[0]
+    gather, columns, gathered_weight = _add_inputs(graph, dtype, inner)
+    gathered = _add_gathered_weight(graph, rows, gather, dtype, inner)
+    has_columns = _add_test_of_columns(graph, columns)
     branches = {
         "then_branch": _copy_projection(graph, projection, "shortlist/", gathered_weight, columns),
         "else_branch": _copy_projection(graph, projection, "all/", weight, None),
     }
-    choice = ir.node("If", [some.outputs[0]], branches, name="shortlist")
-    logits = choice.outputs[0]
+    choice = ir.node("If", [has_columns], branches, name="shortlist")
+    graph.append(choice)
+    result, logits = graph.outputs[0], choice.outputs[0]
     logits.dtype, logits.shape = ir.DataType.FLOAT, ir.Shape([*list(result.shape or [None, None, None])[:-1], None])
-    graph.extend([picked, transposed, size, some, choice])
     graph.outputs[0] = logits
     graph.outputs.append(gathered)
     graph.remove(list(reversed(projection.nodes)), safe=True)
     logits.name, result.name = result.name, "logits.before"
     return ShortlistSpec(dtype.numpy().name, inner)
+
+
+def _add_inputs(graph: ir.Graph, dtype: ir.DataType, inner: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Add and return the ids of columns to gather, the ids of gathered columns, and the gathered columns."""
+    gather, columns = _input(GATHER_IDS, ir.DataType.INT64, 1), _input(COLUMN_IDS, ir.DataType.INT64, 1)
+    gathered_weight = _input(COLUMN_WEIGHT, dtype, 2)
+    gathered_weight.shape = ir.Shape([inner, None])
+    graph.inputs.extend([gather, columns, gathered_weight])
+    return gather, columns, gathered_weight
+
+
+def _add_gathered_weight(graph: ir.Graph, rows: ir.Value, gather: ir.Value, dtype: ir.DataType, inner: int) -> ir.Value:
+    """Add the gathering of rows of the weight, and return them as columns (inner, number of ids)."""
+    picked = ir.node("Gather", [rows, gather], {"axis": 0}, name="shortlist.rows")
+    transposed = ir.node("Transpose", [picked.outputs[0]], {"perm": [1, 0]}, name=GATHERED_COLUMNS)
+    picked.outputs[0].name, gathered = "shortlist.rows", transposed.outputs[0]
+    gathered.name, gathered.dtype, gathered.shape = GATHERED_COLUMNS, dtype, ir.Shape([inner, None])
+    graph.extend([picked, transposed])
+    return gathered
+
+
+def _add_test_of_columns(graph: ir.Graph, columns: ir.Value) -> ir.Value:
+    """Add and return whether there are any gathered columns."""
+    size = ir.node("Size", [columns], name="shortlist.size")
+    some = ir.node("Cast", [size.outputs[0]], {"to": ir.DataType.BOOL}, name="shortlist.some")
+    size.outputs[0].name, some.outputs[0].name = "shortlist.size", "shortlist.some"
+    graph.extend([size, some])
+    return some.outputs[0]
 
 
 def _find_projection(graph: ir.Graph) -> _OutputProjection:

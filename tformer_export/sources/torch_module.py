@@ -15,7 +15,7 @@ from tformer_export.sources.base import Source, as_float32, build_mask, eval_mod
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.containers import open_containers
 from tformer_export.sources.call.encode_decode import callable_module
-from tformer_export.sources.call.free_axes import Axes, AxisProbe
+from tformer_export.sources.call.free_axes import Axes, AxisProbe, FreeAxes
 from tformer_export.sources.call.heads import find_heads
 from tformer_export.sources.call.loss import returns_loss
 from tformer_export.sources.call.one_row import OverRows, batch_axes_of, batched_axes, takes_one_row
@@ -47,64 +47,71 @@ def from_module(
     Raises SourceError if the arguments do not fit the parameters of forward.
     """
     _check_types(module, example)
-    described, fixed = dict(masks or {}), dict(fixed_arguments or {})
+    described, fixed, given_axes = dict(masks or {}), dict(fixed_arguments or {}), axes or {}
     callable_ = callable_module(module, {*example, *described, *fixed})
     callable_, tensors = open_containers(callable_, example, {*described, *fixed})
-    one_row = takes_one_row(tensors, step_input, axes or {})
-    numbers = [n for n, own in (axes or {}).items() if n in tensors and tensors[n].dim() == 1 and tuple(own) == (0,)]
+    one_row = takes_one_row(tensors, step_input, given_axes)
+    numbers = [n for n, own in given_axes.items() if n in tensors and tensors[n].dim() == 1 and tuple(own) == (0,)]
     tensors = {name: value.unsqueeze(1) if name in numbers else value for name, value in tensors.items()}
     _check_arguments(callable_, tensors, described, fixed, one_row)
+    _check_step_input(step_input, tensors)
+    if one_row:
+        callable_ = OverRows(callable_, batch_axes_of(tensors, described))
+        given_axes = {name: batched_axes(value, given_axes.get(name)) for name, value in tensors.items()}
+        tensors = {name: value.unsqueeze(0) for name, value in tensors.items()}
+    single_axes = _single_axes(tensors.get(step_input or ""), given_axes.get(step_input or "", ()))
+    if step_input is not None and single_axes:
+        tensors[step_input] = tensors[step_input].squeeze(single_axes)
+        given_axes = _without_axes(given_axes, step_input, single_axes)
+    _check_masks(described, tensors)
+    adapted = as_float32(callable_)
+    if adapted is not callable_:
+        tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+    outputs = _names_of_outputs(output, step_input, head)
+    heads = find_heads(users_module(adapted), head)
+    call = _Call(adapted, fixed, described, step_input, output, heads, numbers, single_axes)
+    found = _find_call(call, tensors, _checked_axes(tensors, given_axes))
+    return Source(
+        module=found.adapter,
+        example=found.inputs,
+        step_input=step_input,
+        name=type(module).__name__,
+        task=task or _default_task(tensors, step_input, series),
+        masks=found.call.keep_masks,
+        has_lengths_alone=all(mask.kind == "lengths" for mask in described.values() if mask.depends_on_padding),
+        axes={name: (0, 1)[: len(own)] for name, own in found.call.with_keeps(found.free.axes).items()},
+        min_lengths=found.free.min_lengths,
+        special_tokens=special_tokens or SpecialTokens(),
+        max_length=min((n for n in (max_length, found.call.positions.length) if n), default=max_length),
+        series=series,
+        outputs=outputs,
+    )
+
+
+def _check_step_input(step_input: str | None, tensors: Mapping[str, torch.Tensor]) -> None:
     if step_input is not None and step_input not in tensors:
         raise SourceError(
             f"step_input={step_input!r} is not in the example, which has {', '.join(tensors) or 'nothing'}"
         )
-    if one_row:
-        callable_ = OverRows(callable_, batch_axes_of(tensors, described))
-        axes = {name: batched_axes(value, (axes or {}).get(name)) for name, value in tensors.items()}
-        tensors = {name: value.unsqueeze(0) for name, value in tensors.items()}
-    single_axes = _single_axes(tensors.get(step_input or ""), (axes or {}).get(step_input or "", ()))
-    if step_input is not None and single_axes:
-        tensors[step_input] = tensors[step_input].squeeze(single_axes)
-        axes = _without_axes(axes or {}, step_input, single_axes)
-    for name, mask in described.items():
+
+
+def _check_masks(masks: Mapping[str, Mask], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise SourceError if a mask describes an input that the example does not have."""
+    for name, mask in masks.items():
         for of in [mask.of, *(a for a in mask.shape if isinstance(a, str) and a not in ("batch", "time"))]:
             if of not in tensors:
                 raise SourceError(f"the mask {name!r} describes the input {of!r}, which is not in the example")
-    adapted = as_float32(callable_)
-    if adapted is not callable_:
-        tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def _names_of_outputs(
+    output: str | int | Sequence[str | int] | None, step_input: str | None, head: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """Return the names of the outputs if the caller lists several. A number n has the name "output<n>"."""
     outputs = () if output is None or isinstance(output, (str, int)) else tuple(output)
     if outputs and (step_input is not None or head):
         reason = f"that is stepped over {step_input!r} gives logits" if step_input is not None else "with a head"
         raise SourceError(f"a model {reason}: name one output, not {len(outputs)}")
-    heads = find_heads(users_module(adapted), head)
-    call = _Call(adapted, fixed, described, step_input, output, heads, numbers, single_axes)
-    call = replace(call, reads_loss=call.returns_loss(tensors, _checked_axes(tensors, axes or {})))
-    free = AxisProbe(call.run, tensors, _checked_axes(tensors, axes or {}), step_input).find()
-    adapter, inputs = call.adapt(tensors, free.axes)
-    is_flat, written = _try_once(adapter, inputs)
-    positions = find_step_positions(adapter, step_input, inputs)
-    call = replace(call, positions=positions)
-    if written:
-        call = call.with_fresh_caches(written, tensors, free.axes)
-    if step_input is None and adapter.layouts:
-        call = call.with_row_axes(tensors, free.axes)
-    adapter = call.adapt(tensors, free.axes, is_flat)[0]
-    return Source(
-        module=adapter,
-        example=inputs,
-        step_input=step_input,
-        name=type(module).__name__,
-        task=task or _default_task(tensors, step_input, series),
-        masks=call.keep_masks,
-        has_lengths_alone=all(mask.kind == "lengths" for mask in described.values() if mask.depends_on_padding),
-        axes={name: (0, 1)[: len(own)] for name, own in call.with_keeps(free.axes).items()},
-        min_lengths=free.min_lengths,
-        special_tokens=special_tokens or SpecialTokens(),
-        max_length=min(max_length or positions.length, positions.length) if positions.length else max_length,
-        series=series,
-        outputs=tuple(which if isinstance(which, str) else f"output{which}" for which in outputs),
-    )
+    return tuple(which if isinstance(which, str) else f"output{which}" for which in outputs)
 
 
 @dataclass(frozen=True)
@@ -224,6 +231,34 @@ class _Call:
         adapter, inputs = self.adapt(example, axes)
         with eval_mode(adapter), restored(adapter):
             return adapter(*(value.clone() for value in inputs.values()))
+
+
+@dataclass(frozen=True)
+class _FoundCall:
+    """A call with all that runs of forward tell of it.
+
+    inputs: the example as the adapter takes it.
+    """
+
+    call: _Call
+    adapter: Adapter
+    inputs: dict[str, torch.Tensor]
+    free: FreeAxes
+
+
+def _find_call(call: _Call, tensors: Mapping[str, torch.Tensor], axes: Axes) -> _FoundCall:
+    """Find by runs of forward the free axes, the positions of steps, caches of the module, and axes of outputs."""
+    call = replace(call, reads_loss=call.returns_loss(tensors, axes))
+    free = AxisProbe(call.run, tensors, axes, call.step_input).find()
+    adapter, inputs = call.adapt(tensors, free.axes)
+    is_flat, written = _try_once(adapter, inputs)
+    call = replace(call, positions=find_step_positions(adapter, call.step_input, inputs))
+    if written:
+        call = call.with_fresh_caches(written, tensors, free.axes)
+    if call.step_input is None and adapter.layouts:
+        call = call.with_row_axes(tensors, free.axes)
+    adapter, _ = call.adapt(tensors, free.axes, is_flat)
+    return _FoundCall(call, adapter, inputs, free)
 
 
 def _single_axes(step: torch.Tensor | None, axes: Sequence[int | None]) -> tuple[int, ...]:

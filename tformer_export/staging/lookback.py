@@ -228,15 +228,23 @@ class _Region:
                 if furthest > length // 2:
                     break
             else:
-                return furthest
+                if not self._looks_beyond(length // 2, min(LENGTHS[-1], limit or LENGTHS[-1])):
+                    return furthest
         return None
+
+    def _looks_beyond(self, distance: int, length: int) -> bool:
+        """Return whether results further behind change, if all positions of the first half change."""
+        try:
+            return any(lag > distance for lag in self._lags(length, 0, max(1, length // 2)))
+        except (RuntimeError, IndexError):  # it does not run at this length, so there is no such distance
+            return False
 
     def _positions(self, length: int) -> list[int]:
         """Return positions of the first half, some next to each other."""
         return sorted({*range(4), *(i * length // (2 * NUM_CHANGED) for i in range(NUM_CHANGED)), length - 1})
 
-    def _lags(self, length: int, position: int) -> list[int]:
-        """Return how far behind a changed position results change.
+    def _lags(self, length: int, first: int, count: int = 1) -> list[int]:
+        """Return how far behind the last of some changed positions results change.
 
         A maximum changes only if it was at that position, or comes there. So loud numbers are put among quiet ones too.
         """
@@ -245,11 +253,12 @@ class _Region:
             before, other = self.draw(length, kind), self.draw(length, other_kind)
             after = {node: value.clone() for node, value in before.items()}
             for node, value in after.items():
-                value.narrow(self._axis(node), position, 1).copy_(other[node].narrow(self._axis(node), position, 1))
+                axis = self._axis(node)
+                value.narrow(axis, first, count).copy_(other[node].narrow(axis, first, count))
             changed.update(_changed_rows(self.run(length, before), self.run(length, after)))
-        if any(row < position for row in changed):
+        if any(row < first for row in changed):
             raise _NotCausalError
-        return [row - position for row in changed]
+        return [row - (first + count - 1) for row in changed]
 
     def with_limit(self, rows: int) -> Lookback | None:
         """Return the region with a carry of `rows` rows, if windows of it are right."""

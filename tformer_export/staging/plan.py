@@ -14,8 +14,18 @@ from torch.fx import Node
 from tformer_export.analysis.attention import ATTENTION
 from tformer_export.analysis.binding_time import Level, is_fixed, values_of_adapters
 from tformer_export.capture.trace import CapturedGraph
-from tformer_export.common.fx_nodes import aten, meta
-from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles
+from tformer_export.common.fx_nodes import arguments, aten, meta
+from tformer_export.staging.restriction import (
+    ALL,
+    FRESH,
+    NEW,
+    ONE,
+    SPAN,
+    AxisChoice,
+    RestrictionSolver,
+    Roles,
+    Solution,
+)
 
 
 @dataclass(frozen=True)
@@ -64,65 +74,134 @@ def make_plan(
     captured: CapturedGraph, level: Mapping[Node, Level], solver: RestrictionSolver, has_operator: HasOperator
 ) -> StagingPlan:
     """Plan the decode stage, in one pass over the graph, backwards."""
-    plan = StagingPlan(of_adapters=values_of_adapters(captured, level))
-    order = {node: i for i, node in enumerate(captured.nodes)}
-    last_use: dict[Node, int] = {}  # place of the last operation that reads a value; a region reads at its end
+    planner = _Planner(captured, level, solver, has_operator)
+    planner.demand(captured.output, solver.roles(captured.output))
+    for extra in captured.extras.values():
+        if level[extra] == Level.STEP:
+            planner.demand(extra, solver.roles(extra))
+    for node in reversed(captured.nodes):
+        for roles in planner.plan.demands.get(node, ()):
+            planner.compute(node, roles)
+    planner.plan.select = planner.select()
+    return planner.plan
 
-    def demand(node: Node, choice: AxisChoice, user: Node | None = None) -> None:
+
+class _Planner:
+    """A plan in the making.
+
+    last_use: the place of the last operation that reads a value. A region reads at its end.
+    """
+
+    def __init__(
+        self, captured: CapturedGraph, level: Mapping[Node, Level], solver: RestrictionSolver, has_operator: HasOperator
+    ) -> None:
+        self.captured, self.level, self.solver, self.has_operator = captured, level, solver, has_operator
+        self.plan = StagingPlan(of_adapters=values_of_adapters(captured, level))
+        self.order = {node: i for i, node in enumerate(captured.nodes)}
+        self.last_use: dict[Node, int] = {}
+
+    # -- demands of operands --------------------------------------------------------------------------------------
+
+    def demand(self, node: Node, choice: AxisChoice, user: Node | None = None) -> None:
         """Note that an operand is needed, in the form of the choice, by the operation `user`."""
         if isinstance(meta(node), torch.SymInt):
             return
         if user is not None:
-            last_use[node] = max(last_use.get(node, -1), order[user])
-        if node in plan.of_adapters:
+            self.last_use[node] = max(self.last_use.get(node, -1), self.order[user])
+        level = self.level[node]
+        if node in self.plan.of_adapters:
             return
-        if choice == SPAN and level[node] != Level.STEP:
-            choice = FRESH if level[node] == Level.CONSTANT else None
-        has_time = bool(solver.time_axes(node))
-        if level[node] == Level.CONSTANT:
-            if has_time and choice != FRESH:
-                plan.tables[node] = None
-            elif choice != FRESH and not has_time and isinstance(meta(node), torch.Tensor) and not is_fixed(node):
-                plan.length_invariant[node] = None
-        elif level[node] == Level.REQUEST and not (has_time and isinstance(choice, tuple)):
-            plan.contexts[node, choice == ONE] = None
+        if choice == SPAN and level != Level.STEP:
+            choice = FRESH if level == Level.CONSTANT else None
+        has_rows = isinstance(choice, tuple) and bool(self.solver.time_axes(node))
+        if level == Level.CONSTANT:
+            self._demand_constant(node, choice)
+        elif level == Level.REQUEST and not has_rows:
+            self.plan.contexts[node, choice == ONE] = None
         else:
+            demanded_roles = self.plan.demands.setdefault(node, [])
             roles = choice if isinstance(choice, tuple) else ()
-            demanded_roles = plan.demands.setdefault(node, [])
             if roles not in demanded_roles:
                 demanded_roles.append(roles)
 
-    demand(captured.output, solver.roles(captured.output))
-    for extra in captured.extras.values():
-        if level[extra] == Level.STEP:
-            demand(extra, solver.roles(extra))
-    for node in reversed(captured.nodes):
-        for roles in plan.demands.get(node, ()):
-            if node is captured.step and all(role == NEW for _, role in roles):
-                continue
-            is_past_needed = len(roles) == 1 and roles[0][1] == ALL and level[node] == Level.STEP
-            if is_past_needed and solver.cut(node) is node:
-                demand(node, solver.roles(node))
-                continue
-            solution = solver.solve(node, roles)
-            is_attention = node.target is ATTENTION and len(solution.nodes) == 1
-            cached = _cached_attention(solver, level, node, solution.choices[0]) if is_attention else None
-            if cached is not None and has_operator(cached):
-                plan.fused[node] = cached
-                for operand in (node.args[0], cached.key, cached.value):
-                    demand(operand, solver.roles(operand), node)  # type: ignore[arg-type]
-                if cached.bias is not None:
-                    demand(cached.bias, solution.choices[0][3], node)
-                continue
-            if solution.lookback is not None or solution.recurrence is not None:
-                plan.looking_back.add(node)
-            for operand, choice in solution.operands():
-                if choice == SPAN and level[operand] == Level.STEP:
-                    assert solution.lookback is not None
-                    choice = solver.roles(operand, ALL if solution.lookback.rows is None else NEW)
-                demand(operand, choice, node)
-    plan.select = _select(captured, plan, solver, order, last_use)
-    return plan
+    def _demand_constant(self, node: Node, choice: AxisChoice) -> None:
+        """Note a constant that is read at positions, or whose value may change with the length."""
+        if choice == FRESH:
+            return
+        if self.solver.time_axes(node):
+            self.plan.tables[node] = None
+        elif isinstance(meta(node), torch.Tensor) and not is_fixed(node):
+            self.plan.length_invariant[node] = None
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def compute(self, node: Node, roles: Roles) -> None:
+        """Demand all that computes a value in these roles."""
+        if node is self.captured.step and all(role == NEW for _, role in roles):
+            return
+        if self._is_read_from_cache(node, roles):
+            self.demand(node, self.solver.roles(node))  # its new rows, which are written into the cache
+            return
+        solution = self.solver.solve(node, roles)
+        if (cached := self._fused_attention(node, solution)) is not None:
+            self._compute_fused(cached, solution)
+            return
+        if solution.lookback is not None or solution.recurrence is not None:
+            self.plan.looking_back.add(node)
+        for operand, choice in solution.operands():
+            if choice == SPAN and self.level[operand] == Level.STEP:
+                choice = self._rows_of_span(operand, solution)
+            self.demand(operand, choice, node)
+
+    def _is_read_from_cache(self, node: Node, roles: Roles) -> bool:
+        is_past_needed = len(roles) == 1 and roles[0][1] == ALL and self.level[node] == Level.STEP
+        return is_past_needed and self.solver.cut(node) is node
+
+    def _fused_attention(self, node: Node, solution: Solution) -> CachedAttention | None:
+        """Return the attention that an operator of the target computes with its caches, if there is one."""
+        if node.target is not ATTENTION or len(solution.nodes) != 1:
+            return None
+        cached = _cached_attention(self.solver, self.level, node, solution.choices[0])
+        return cached if cached is not None and self.has_operator(cached) else None
+
+    def _compute_fused(self, cached: CachedAttention, solution: Solution) -> None:
+        """Demand the new rows of the operands. The operator has the caches."""
+        node = cached.node
+        self.plan.fused[node] = cached
+        for operand in (arguments(node)[0], cached.key, cached.value):
+            self.demand(operand, self.solver.roles(operand), node)
+        if cached.bias is not None:
+            self.demand(cached.bias, solution.choices[0][3], node)
+
+    def _rows_of_span(self, operand: Node, solution: Solution) -> Roles:
+        """Return the rows of an operand of a region that looks back: the new ones, or all if there is no limit."""
+        assert solution.lookback is not None
+        return self.solver.roles(operand, ALL if solution.lookback.rows is None else NEW)
+
+    # -- selected positions ---------------------------------------------------------------------------------------
+
+    def select(self) -> Node | None:
+        """Return the first value after all attention through which all later values flow.
+
+        Unwanted rows can be dropped there. Without extra outputs the model's output is such a value.
+        """
+        computed = [n for n in self.captured.nodes if n in self.plan.demands]
+        first = max((self.order[n] for n in computed if self._reads_the_past(n)), default=-1)
+        reach = -1
+        for node in computed:
+            position = self.order[node]
+            is_passed_by_none = position >= first and reach <= position
+            if is_passed_by_none and _is_row_value(self.solver, node) and node is not self.captured.step:
+                return node
+            reach = max(reach, self.last_use.get(node, -1))
+        return None
+
+    def _reads_the_past(self, node: Node) -> bool:
+        return (
+            node.target is ATTENTION
+            or node in self.plan.looking_back
+            or any(role == ALL for roles in self.plan.demands[node] for _, role in roles)
+        )
 
 
 def _cached_attention(
@@ -160,35 +239,6 @@ def _unrepeated(solver: RestrictionSolver, node: Node) -> Node:
             if repeated_source.shape == repeated.shape and torch.equal(repeated_source, repeated):
                 best = current
     return best
-
-
-def _select(
-    captured: CapturedGraph,
-    plan: StagingPlan,
-    solver: RestrictionSolver,
-    order: Mapping[Node, int],
-    last_use: Mapping[Node, int],
-) -> Node | None:
-    """Return the first value after all attention through which all later values flow.
-
-    Unwanted rows can be dropped there. Without extra outputs the model's output is such a value.
-    """
-    computed = [n for n in captured.nodes if n in plan.demands]
-    past_needed = [
-        n
-        for n in computed
-        if n.target is ATTENTION
-        or n in plan.looking_back
-        or any(role == ALL for roles in plan.demands[n] for _, role in roles)
-    ]
-    first = max((order[n] for n in past_needed), default=-1)
-    reach = -1
-    for node in computed:
-        position = order[node]
-        if position >= first and reach <= position and _is_row_value(solver, node) and node is not captured.step:
-            return node
-        reach = max(reach, last_use.get(node, -1))
-    return None
 
 
 def _is_row_value(solver: RestrictionSolver, node: Node) -> bool:

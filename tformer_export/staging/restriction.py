@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +234,9 @@ class RestrictionSolver:
         """
         key = node, roles
         if key not in self.solutions:
-            solution = None if self._needs_whole_result(node, roles) else self._search((node,), roles, (NEW, ALL))
+            solution = self._read_far_rows(node, roles)
+            if solution is None and not self._needs_whole_result(node, roles):
+                solution = self._search((node,), roles, (NEW, ALL))
             if solution is None and all(role == NEW for _, role in roles):
                 solution = self._carry_states(node)
             regions = [] if solution is not None else find_regions(node, self.level, self.order, self._has_known_layout)
@@ -296,6 +298,36 @@ class RestrictionSolver:
         choices = [[SPAN if isinstance(x, Node) and x not in inside else None for x in part] for part in leaves]
         return Solution(lookback.nodes, tuple(map(tuple, choices)), lookback)
 
+    def _read_far_rows(self, node: Node, roles: Roles) -> Solution | None:
+        """Return the solution of an operation that reads rows further back than the probe has positions.
+
+        At the length of the probe, a convolution with a dilation of 8 reads the zeros in front of the sequence alone.
+        """
+        if not all(role == NEW for _, role in roles) or not self._may_read_far_rows(node):
+            return None
+        solution = self._look_back(node)
+        return solution if solution is not None and solution.lookback is not None and solution.lookback.rows else None
+
+    def _may_read_far_rows(self, node: Node) -> bool:
+        """Return whether its operands have as many rows besides the positions as the probe has positions.
+
+        False for rows that come through attention, which is decoded with a cache.
+        """
+        padded: set[Node] = set()
+        pending = [node]
+        while pending:
+            current = pending.pop()
+            if current.target is ATTENTION or len(self.time_axes(current)) > 1:
+                return False
+            above = {a for a in current.all_input_nodes if self._has_many_other_rows(a)} - padded
+            padded |= above
+            pending += above
+        return bool(padded)
+
+    def _has_many_other_rows(self, node: Node) -> bool:
+        sizes = (expression(_first(meta(node)).shape[axis]) - self.time for axis in self.time_axes(node))
+        return any(bool(other.is_number and other >= PROBE_LENGTH) for other in sizes)
+
     def _needs_whole_result(self, node: Node, roles: Roles) -> bool:
         """Return whether a node selects a result of an operation with several results that cannot all be decoded.
 
@@ -330,32 +362,17 @@ class RestrictionSolver:
         if nodes[0].target is ATTENTION and nodes[0] not in self._evened:
             with self._with_even_scores(nodes[0]):
                 return self._search(nodes, roles, allowed, windows)
-        leaves = tuple(tuple(pytree.tree_leaves((node.args, node.kwargs))) for node in nodes)
         inside = frozenset(nodes)
+        leaves = [pytree.tree_leaves((node.args, node.kwargs)) for node in nodes]
         options = [[self._options(leaf, allowed, inside) for leaf in part] for part in leaves]
         if any(choices == [] for part in options for choices in part):
             return None
-        slots = [(p, i) for p, part in enumerate(options) for i, choices in enumerate(part) if len(choices) > 1]
-        # One value may be read twice, as the new rows and as all of them. In a large region it is read in one way.
-        tied = len(slots) > MAX_SEARCHED_OPERANDS and len(nodes) > 1
-        groups: dict[Any, list[tuple[int, int]]] = {}
-        for p, i in slots:
-            groups.setdefault(leaves[p][i] if tied else (p, i), []).append((p, i))
-        free = [options[where[0][0]][where[0][1]] for where in groups.values()]
-        if len(free) > MAX_SEARCHED_OPERANDS:
-            free = [[o[0], o[-1]] if at < MAX_SEARCHED_OPERANDS else o[:1] for at, o in enumerate(free)]
-        combinations: Iterable[tuple[AxisChoice, ...]] = itertools.product(*free)
-        if len(nodes) > 1 and math.prod(map(len, free)) > MAX_REGION_COMBINATIONS:
-            combinations = [tuple(o[0] for o in free), tuple(o[-1] if FRESH in o else o[0] for o in free)]
-
-        def weight(chosen: tuple[AxisChoice, ...]) -> int:
-            return sum(role == ALL for c in chosen if isinstance(c, tuple) for _, role in c)
-
-        choices = [[o[0] for o in part] for part in options]
-        for chosen in sorted(combinations, key=weight):
-            for where, choice in zip(groups.values(), chosen, strict=True):
-                for p, i in where:
-                    choices[p][i] = choice
+        slots = _searched_slots(leaves, options)
+        choices = [[possible[0] for possible in part] for part in options]
+        for combination in _combinations([options[part][place] for (part, place), *_ in slots], len(nodes) > 1):
+            for same_choice, choice in zip(slots, combination, strict=True):
+                for part, place in same_choice:
+                    choices[part][place] = choice
             solution = Solution(nodes, tuple(map(tuple, choices)))
             if all(self._commutes(solution, roles, window) for window in windows) and (
                 self._commutes_elsewhere(solution, roles, windows)
@@ -612,6 +629,46 @@ class RestrictionSolver:
             return None
         is_same = moved.dtype == marked.dtype and torch.isin(moved, marked).all() and torch.isin(marked, moved).all()
         return tensors[0] if is_same else None
+
+
+_Slot = tuple[int, int]  # the operation in its region, and the place of an operand among its leaves
+
+
+def _searched_slots(
+    leaves: Sequence[Sequence[Any]], options: Sequence[Sequence[Sequence[AxisChoice]]]
+) -> list[list[_Slot]]:
+    """Return the operands with more than one possible choice. Those of one list get the same choice.
+
+    One value may be read twice, as the new rows and as all of them. In a large region it is read in one way.
+    """
+    slots = [(i, k) for i, part in enumerate(options) for k, possible in enumerate(part) if len(possible) > 1]
+    if len(slots) <= MAX_SEARCHED_OPERANDS or len(leaves) == 1:
+        return [[slot] for slot in slots]
+    by_value: dict[Any, list[_Slot]] = {}
+    for part, place in slots:
+        by_value.setdefault(leaves[part][place], []).append((part, place))
+    return list(by_value.values())
+
+
+def _combinations(options: Sequence[Sequence[AxisChoice]], is_region: bool) -> list[tuple[AxisChoice, ...]]:
+    """Return the combinations of choices to try, those with few ALL first.
+
+    options: the possible choices of each operand.
+    """
+    if len(options) > MAX_SEARCHED_OPERANDS:
+        searched, others = options[:MAX_SEARCHED_OPERANDS], options[MAX_SEARCHED_OPERANDS:]
+        options = [*([possible[0], possible[-1]] for possible in searched), *(possible[:1] for possible in others)]
+    combinations: Iterable[tuple[AxisChoice, ...]] = itertools.product(*options)
+    if is_region and math.prod(map(len, options)) > MAX_REGION_COMBINATIONS:
+        new_rows = tuple(possible[0] for possible in options)
+        numbered_from_0 = tuple(possible[-1] if FRESH in possible else possible[0] for possible in options)
+        combinations = [new_rows, numbered_from_0]
+    return sorted(combinations, key=_num_all)
+
+
+def _num_all(choices: tuple[AxisChoice, ...]) -> int:
+    """Return the number of axes that are needed at all positions."""
+    return sum(role == ALL for choice in choices if isinstance(choice, tuple) for _, role in choice)
 
 
 def _first(value: Any) -> Any:

@@ -67,17 +67,10 @@ class _Roller:
         return self.rolling.finish(outputs, numbers)
 
     def _roll(self, loop: RolledLoop) -> None:
+        """Add the loop as one operation of the new recording."""
         for place in range(loop.period):
             self._roll_step(loop, place)
-        needed = [
-            place
-            for place, runs in sorted(loop.uses.items())
-            if place in loop.body
-            and (runs != {loop.count - 1} or all(state.place != place for state in loop.states.values()))
-        ]
-        loop.rows = {place: i for i, place in enumerate(needed)}
-        old = {state.place: i for i, state in enumerate(loop.states.values()) if state.place in loop.before}
-        loop.before = {place: len(needed) + i for i, place in enumerate(old)}
+        states_before = self._number_results(loop)
         if not loop.rows and not loop.states:
             return
         first = self.recording.steps[loop.begin]
@@ -85,44 +78,56 @@ class _Roller:
         new_values = [self._inside(loop, state.place) for state in loop.states.values()]  # may add operands
         if not loop.sequences:
             raise LoopError("it reads no rows of a sequence", first.stack_trace)
+        body = self._body(loop, [*new_values, *(StepResult(place) for place in loop.rows), *states_before])
+        operands = (*initial, *(sequence for sequence, _ in loop.sequences.values()), *loop.others.values())
+        traced = next((self.recording.steps[loop.begin + s.place] for s in loop.states.values()), first)
+        loop.number = self.rolling.emit(Step(Scan, operands, {}, traced.stack_trace, body=body))
+
+    def _number_results(self, loop: RolledLoop) -> list[OuterOperand]:
+        """Number the results of the loop that are read outside: rows of all runs, then states before each run.
+
+        Return these states. The last value of a state needs no rows, because it is a result of its own.
+        """
+        carried = {state.place for state in loop.states.values()}
+        needed = [
+            place
+            for place, runs in sorted(loop.uses.items())
+            if place in loop.body and (place not in carried or runs != {loop.count - 1})
+        ]
+        loop.rows = {place: i for i, place in enumerate(needed)}
+        numbers = {state.place: i for i, state in enumerate(loop.states.values()) if state.place in loop.before}
+        loop.before = {place: len(needed) + i for i, place in enumerate(numbers)}
+        return [OuterOperand("state", number) for number in numbers.values()]
+
+    def _body(self, loop: RolledLoop, results: Sequence[Any]) -> LoopBody:
+        """Return the body, whose operands are numbered: states, rows of sequences, other values."""
         starts = {"state": 0, "sequence": len(loop.states), "other": len(loop.states) + len(loop.sequences)}
         places = {place: i for i, place in enumerate(loop.body)}
 
-        def final(value: Any) -> Any:
+        def numbered(value: Any) -> Any:
             if isinstance(value, OuterOperand):
                 return Slot(starts[value.kind] + value.number)
             return StepResult(places[value.number]) if isinstance(value, StepResult) else value
 
         steps = [
-            replace(s, args=pytree.tree_map(final, s.args), kwargs=pytree.tree_map(final, dict(s.kwargs)))
+            replace(s, args=pytree.tree_map(numbered, s.args), kwargs=pytree.tree_map(numbered, dict(s.kwargs)))
             for s in loop.body.values()
         ]
-        outputs = [*new_values, *(StepResult(place) for place in loop.rows)]
-        outputs += [OuterOperand("state", i) for i in old.values()]
-        others = list(loop.others.values())
         shapes = [
             *(self.rolling.form(StepResult(loop.begin + state.place))[0] for state in loop.states.values()),
             *(shape for _, shape in loop.sequences.values()),
-            *(self.rolling.form(other)[0] for other in others),
+            *(self.rolling.form(other)[0] for other in loop.others.values()),
         ]
-        results = [final(value) for value in outputs]
-        body = LoopBody(steps, results, shapes, len(loop.states), len(loop.sequences), loop.count)
-        operands = (*initial, *(sequence for sequence, _ in loop.sequences.values()), *others)
-        traced = next((self.recording.steps[loop.begin + s.place] for s in loop.states.values()), first)
-        loop.number = self.rolling.emit(Step(Scan, operands, {}, traced.stack_trace, body=body))
+        outputs = [numbered(result) for result in results]
+        return LoopBody(steps, outputs, shapes, len(loop.states), len(loop.sequences), loop.count)
 
     def _roll_step(self, loop: RolledLoop, place: int) -> None:
-        numbers = range(loop.begin + place, loop.end, loop.period)
-        cases = [self.recording.steps[number] for number in numbers]
-        step = cases[0]
-        if writes(step.target):
-            raise LoopError("it writes into a part of a tensor", step.stack_trace)
-        if len({case.place and (case.place.shape, case.place.dtype) for case in cases}) > 1:
-            raise LoopError("a value has another shape in each run", step.stack_trace)
+        """Note how the operation at a place of each run is computed: by reading rows, outside once, or in the body."""
+        runs = self.recording.steps[loop.begin + place : loop.end : loop.period]
+        _check_runs(runs)
+        step = runs[0]
         spec = pytree.tree_structure((step.args, dict(step.kwargs)))
-        if any(pytree.tree_structure((case.args, dict(case.kwargs))) != spec for case in cases):
-            raise LoopError("an operand differs from run to run", step.stack_trace)
-        leaves = [*zip(*(case.operands for case in cases), strict=True)]
+        leaves = [*zip(*(run.operands for run in runs), strict=True)]
         read = self._row_read(loop, step, leaves)
         if read is not None:
             loop.reads[place] = read
@@ -270,3 +275,15 @@ class _Roller:
         key = key_of(operand)
         loop.others.setdefault(key, operand)
         return OuterOperand("other", [*loop.others].index(key))
+
+
+def _check_runs(runs: Sequence[Step]) -> None:
+    """Raise LoopError if the operations at one place of all runs cannot be one operation of a body."""
+    step = runs[0]
+    if writes(step.target):
+        raise LoopError("it writes into a part of a tensor", step.stack_trace)
+    if len({run.place and (run.place.shape, run.place.dtype) for run in runs}) > 1:
+        raise LoopError("a value has another shape in each run", step.stack_trace)
+    spec = pytree.tree_structure((step.args, dict(step.kwargs)))
+    if any(pytree.tree_structure((run.args, dict(run.kwargs))) != spec for run in runs):
+        raise LoopError("an operand differs from run to run", step.stack_trace)

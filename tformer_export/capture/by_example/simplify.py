@@ -35,24 +35,27 @@ def repeat_equal_rows(recording: Recording) -> Recording:
         if step.target is not aten.clone.default or not isinstance(step.args[0], Constant):
             continue
         cache, value = StepResult(number), step.args[0].value
-        users = [i for i, user in enumerate(steps) if any(o == cache for o in user.operands)]
-        taken = {steps[i].place for i in users if steps[i].target is aten.slice.Tensor}
-        place = next(iter(taken)) if len(taken) == 1 else None
-        if (
-            place is None
-            or not all(steps[i].target is aten.slice.Tensor for i in users)
-            or not value.dim()
-            or place.shape[1:] != value.shape[1:]
-            or place.shape[0] > len(value)
-            or not torch.equal(value, value[:1].expand_as(value))
-            or cache in recording.outputs
-        ):
+        readers = [i for i, reader in enumerate(steps) if any(o == cache for o in reader.operands)]
+        rows = _rows_taken([steps[i] for i in readers], value)
+        if rows is None or cache in recording.outputs:
             continue
         row = Constant(value[:1].clone(), None, belongs_to_module=True)
-        args = row, [place.shape[0], *[1] * (value.dim() - 1)]
-        steps[users[0]] = replace(steps[users[0]], target=aten.repeat.default, args=args, kwargs={}, is_view=False)
-        same |= {StepResult(i): StepResult(users[0]) for i in users[1:]}
+        args = row, [rows, *[1] * (value.dim() - 1)]
+        first, *others = readers
+        steps[first] = replace(steps[first], target=aten.repeat.default, args=args, kwargs={}, is_view=False)
+        same |= {StepResult(i): StepResult(first) for i in others}
     return _replace_operands(replace(recording, steps=steps), same)
+
+
+def _rows_taken(readers: Sequence[Step], cache: torch.Tensor) -> int | None:
+    """Return how many rows all readers of a cache take; None if its rows differ, or if it is read in another way."""
+    places = {reader.place for reader in readers}
+    place = next(iter(places)) if len(places) == 1 else None
+    if place is None or any(reader.target is not aten.slice.Tensor for reader in readers) or not cache.dim():
+        return None
+    if place.shape[1:] != cache.shape[1:] or place.shape[0] > len(cache):
+        return None
+    return place.shape[0] if torch.equal(cache, cache[:1].expand_as(cache)) else None
 
 
 def forward_writes(recording: Recording) -> Recording:
@@ -174,13 +177,33 @@ def remove_dead_steps(recording: Recording, keep_alike: bool = False) -> Recordi
     keep_alike: whether an operation stays if the same line runs it for an output too. So the last run of a loop, whose
         state nothing reads, has the operations of the others.
     """
+    live = _live_steps(recording, keep_alike)
+    numbers = {old: StepResult(new) for new, old in enumerate(live)}
+
+    def renumbered(operand: Any) -> Any:
+        return numbers[operand.number] if isinstance(operand, StepResult) else operand
+
+    kept = [
+        replace(s, args=pytree.tree_map(renumbered, s.args), kwargs=pytree.tree_map(renumbered, s.kwargs))
+        for s in (recording.steps[old] for old in live)
+    ]
+    numbers_read = [
+        replace(n, source=renumbered(n.source))
+        for n in recording.numbers
+        if isinstance(n.source, InputRef) or n.source.number in numbers
+    ]
+    return replace(recording, steps=kept, outputs=[renumbered(o) for o in recording.outputs], numbers=numbers_read)
+
+
+def _live_steps(recording: Recording, keep_alike: bool) -> list[int]:
+    """Return the numbers of the operations that `remove_dead_steps` keeps, in their order.
+
+    read: the operations that made the tensors that live operations read. Writes into these tensors are live too.
+    alike: the operation and line of each live operation, as of the last pass.
+    """
     steps = recording.steps
+    bases = _bases(steps)
     live = {o.number for o in recording.outputs if isinstance(o, StepResult)}
-    bases: list[set[int]] = []  # of each operation, those that made the tensors whose elements it shows
-    for i, step in enumerate(steps):
-        shown = step.args[:1] if writes(step.target) else step.operands if step.is_view else ()
-        viewed = [operand.number for operand in shown if isinstance(operand, StepResult)]
-        bases.append(set().union(*(bases[j] for j in viewed)) or {i})
     read: set[int] = set().union(*(bases[i] for i in live))
     alike: set[Any] = set()
     while True:
@@ -192,20 +215,15 @@ def remove_dead_steps(recording: Recording, keep_alike: bool = False) -> Recordi
                 read = read.union(*(bases[j] for j in operands))
         found = {(steps[i].target, steps[i].stack_trace) for i in live}
         if not keep_alike or found == alike:
-            break
+            return sorted(live)
         alike = found
-    numbers = {old: StepResult(new) for new, old in enumerate(sorted(live))}
 
-    def renumbered(operand: Any) -> Any:
-        return numbers[operand.number] if isinstance(operand, StepResult) else operand
 
-    kept = [
-        replace(s, args=pytree.tree_map(renumbered, s.args), kwargs=pytree.tree_map(renumbered, s.kwargs))
-        for s in (steps[old] for old in sorted(live))
-    ]
-    numbers_read = [
-        replace(n, source=renumbered(n.source))
-        for n in recording.numbers
-        if isinstance(n.source, InputRef) or n.source.number in numbers
-    ]
-    return replace(recording, steps=kept, outputs=[renumbered(o) for o in recording.outputs], numbers=numbers_read)
+def _bases(steps: Sequence[Step]) -> list[set[int]]:
+    """Return for each operation those that made the tensors whose elements its result shows."""
+    bases: list[set[int]] = []
+    for i, step in enumerate(steps):
+        shown = step.args[:1] if writes(step.target) else step.operands if step.is_view else ()
+        viewed = [operand.number for operand in shown if isinstance(operand, StepResult)]
+        bases.append(set().union(*(bases[j] for j in viewed)) or {i})
+    return bases

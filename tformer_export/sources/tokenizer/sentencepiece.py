@@ -13,6 +13,7 @@ the original knows in the same way, and knows some more.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -58,38 +59,65 @@ def _decoders(has_bytes: bool) -> Iterator[decoders.Decoder]:
 
 def _make_candidate(original: ReferenceTokenizer, proto: Any) -> CandidateTokenizer | None:
     """Make a candidate without normalizer, pre-tokenizer and decoder; None for a model that is not supported."""
+    is_bpe = proto.trainer_spec.model_type == _BPE
     pieces = {p.piece: p for p in proto.pieces}
-    readable = {text for text, p in pieces.items() if p.type in (_NORMAL, _USER_DEFINED, _BYTE)}
-    controls = {text for text, p in pieces.items() if p.type == _CONTROL}
+    readable = _texts(proto, _NORMAL, _USER_DEFINED, _BYTE)
+    controls = _texts(proto, _CONTROL)
     added_tokens = {str(token): token for token in original.tokenizer.added_tokens_decoder.values()}
     whole = {*added_tokens, *map(str, original.tokenizer.all_special_tokens)}
-    with original.mode() as tokenizer:
-        ids = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in readable | whole}
-        written = {i: original.token(i) for i in range(original.size)}
-        others = {text: i for i, text in written.items() if text is not None and text not in ids}
-        others = {text: i for text, i in others.items() if tokenizer.convert_tokens_to_ids(text) == i}
-        openers = {text: i for text, i in others.items() if tokenizer.tokenize(text) == [text]}
-    if proto.trainer_spec.model_type == _BPE:
-        whole |= {text for text in readable if pieces[text].type == _USER_DEFINED}
-    whole |= {*openers}
-    missing = sorted(text for text in readable - whole if ids[text] == original.unknown)
-    alphabet = set("".join(readable - {text for text in readable if pieces[text].type == _BYTE})) | {SPACE}
-    foreign = {text: i for text, i in others.items() if text not in controls | whole and not alphabet & set(text)}
-    if proto.trainer_spec.model_type == _BPE:
-        foreign = {}
-    ids |= openers | foreign
+    entries = _read_vocabulary(original, readable | whole)
+    whole |= {*entries.openers, *(_texts(proto, _USER_DEFINED) if is_bpe else ())}
+    missing = sorted(text for text in readable - whole if entries.ids[text] == original.unknown)
+    alphabet = set("".join(_texts(proto, _NORMAL, _USER_DEFINED))) | {SPACE}
+    foreign = {} if is_bpe else _foreign(entries.others, alphabet, controls | whole)
+    ids = entries.ids | entries.openers | foreign
     read = {i: text for text, i in ids.items() if i != original.unknown or text in whole}
-    vocabulary = [read.get(i, _HIDDEN + (written[i] or str(i))) for i in range(original.size)]
+    vocabulary = [read.get(i, _HIDDEN + (entries.written[i] or str(i))) for i in range(original.size)]
     applied = _make_tokenizer(proto, vocabulary + missing, pieces, original.unknown, set(foreign))
     if applied is None:
         return None
     applied.add_tokens(
         [added_token(t, i in original.special, added_tokens.get(t)) for i, t in sorted(read.items()) if t in whole]
     )
-    unread = [i for i in range(original.size) if i not in read and written[i] in controls]
+    unread = [i for i in range(original.size) if i not in read and entries.written[i] in controls]
     applied.add_tokens([added_token(vocabulary[i], special=True) for i in unread if not original.decode([i])])
     beyond = range(original.size, original.size + len(missing))
     return CandidateTokenizer(applied, frozenset({*foreign.values(), *beyond}))
+
+
+def _texts(proto: Any, *types: int) -> set[str]:
+    """Return the texts of the pieces of these types."""
+    return {p.piece for p in proto.pieces if p.type in types}
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of the vocabulary of the original.
+
+    ids: of the texts that its model reads or that it finds as a whole.
+    written: id → its text.
+    others: other text → its id. openers: those of `others` that the original reads as one token.
+    """
+
+    ids: dict[str, int]
+    written: dict[int, str | None]
+    others: dict[str, int]
+    openers: dict[str, int]
+
+
+def _read_vocabulary(original: ReferenceTokenizer, texts: set[str]) -> _Entries:
+    with original.mode() as tokenizer:
+        ids = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in texts}
+        written = {i: original.token(i) for i in range(original.size)}
+        others = {text: i for i, text in written.items() if text is not None and text not in ids}
+        others = {text: i for text, i in others.items() if tokenizer.convert_tokens_to_ids(text) == i}
+        openers = {text: i for text, i in others.items() if tokenizer.tokenize(text) == [text]}
+    return _Entries(ids, written, others, openers)
+
+
+def _foreign(others: dict[str, int], alphabet: set[str], known: set[str]) -> dict[str, int]:
+    """Return the entries that the original looks up, because its model knows none of their characters."""
+    return {text: i for text, i in others.items() if text not in known and not alphabet & set(text)}
 
 
 def added_token(text: str, special: bool, like: AddedToken | None = None) -> AddedToken:
