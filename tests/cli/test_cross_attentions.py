@@ -169,11 +169,11 @@ def factory(tmp_path, monkeypatch):
 def test_cross_attentions_flag_selects_layers_and_heads(factory, tmp_path, monkeypatch, arguments, expected):
     selections = []
 
-    def record(*_, extra_outputs, **options):
-        selections.append(extra_outputs.cross_attentions)
+    def record(source, path, options, *_):
+        selections.append(options.extra_outputs.cross_attentions)
         raise ParityError("no file")
 
-    monkeypatch.setattr("tformer_export.api.export", record)
+    monkeypatch.setattr("tformer_export.api.export_source", record)
     source = [factory, "-o", str(tmp_path / "model.onnx")]
     result = CliRunner().invoke(tformer_export.cli.command, [*source, "--step-input", "tgt", *arguments])
     assert (result.exit_code, result.stderr) == (1, "tformer-export: no file\n")

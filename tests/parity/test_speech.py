@@ -138,9 +138,9 @@ def test_batches_are_limited_by_frames(exported, monkeypatch):
     _, path, model, processor, _ = exported("layer")  # exported before the counting begins
     batch_sizes, encode = [], Engine.encode
 
-    def counting(self, sources, rows, *rest):
+    def counting(self, sources, rows, *rest, **options):
         batch_sizes.append(rows)
-        return encode(self, sources, rows, *rest)
+        return encode(self, sources, rows, *rest, **options)
 
     monkeypatch.setattr(Engine, "encode", counting)
     short_sounds = [sound(0.1, seed) for seed in range(8)]

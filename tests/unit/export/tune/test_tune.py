@@ -437,14 +437,16 @@ def test_other_targets_cannot_be_tuned(tmp_path, target):
 
 
 def test_command_line_passes_tune_option(tmp_path, monkeypatch):
-    export_options = {}
+    passed = []
     source = SimpleNamespace(special_tokens=SPECIAL)
     monkeypatch.setattr("tformer_export.sources.load_source", lambda *_, **__: source)
-    monkeypatch.setattr("tformer_export.api.export", lambda *_, **options: export_options.update(options) or Report())
+    monkeypatch.setattr(
+        "tformer_export.api.export_source", lambda source, path, options, *_: passed.append(options) or Report()
+    )
     for arguments, expected in ((["--tune"], True), ([], False)):
         result = CliRunner().invoke(command, ["a.module:make", "-o", str(tmp_path / "out.onnx"), *arguments])
         assert result.exit_code == 0, result.output
-        assert export_options["tune"] is expected
+        assert passed[-1].tune is expected
 
 
 class Report:
