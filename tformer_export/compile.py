@@ -38,7 +38,7 @@ from tformer_export.lowering.join_stages import assemble
 from tformer_export.lowering.manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
-from tformer_export.normalise import NormaliseSettings, normalise
+from tformer_export.normalise import FOLDS, FORMS, NormaliseSettings, normalise
 from tformer_export.normalise.attention_patterns import Recognition
 from tformer_export.normalise.attention_weights import AttentionSelection
 from tformer_export.passes import run_passes
@@ -202,7 +202,7 @@ def analyse_model(
     half: bool = False,
     attentions: bool = False,
 ) -> AnalysedModel:
-    """Find facts, normalise the graph, in place, and check both.
+    """Normalise the graph, in place, find its facts, and check both.
 
     For the arguments see `analyse`. Raises OptionError for special tokens or extra outputs that the model does
     not have.
@@ -210,8 +210,10 @@ def analyse_model(
     source, graph = captured.source, captured.graph
     special = source.special_tokens
     padding = special.pad_token_id if special.pads_alone else None
+    settings = NormaliseSettings(source.masks, padding, cross_attentions, attentions)
+    normalised = normalise(graph, settings, FORMS)
     inputs = find_input_facts(graph, source)
-    normalised = normalise(graph, NormaliseSettings(source.masks, padding, cross_attentions, attentions))
+    normalise(graph, settings, FOLDS, normalised)
     check_special_tokens(source, inputs)
     check_max_length(source, inputs, max_length)
     series = make_series_preprocessor(source, graph, inputs)

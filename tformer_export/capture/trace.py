@@ -522,7 +522,7 @@ def count_ids(captured: CapturedGraph, name: str) -> int:
 
 
 def merge_equal_nodes(captured: CapturedGraph) -> int:
-    """Merge equal computations, such as a mask that every layer makes again, and return by how many nodes they were."""
+    """Merge equal computations, such as a mask that every layer makes again, and return how many nodes were removed."""
     captured.graph.eliminate_dead_code()
     count = len(captured.graph.nodes)
     result = CSEPass()(torch.fx.GraphModule(torch.nn.Module(), captured.graph))

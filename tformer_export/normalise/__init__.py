@@ -1,6 +1,6 @@
 """Rewrites of the traced graph into the forms that staging knows, one module each. None changes a result.
 
-placeholders        tokens in the places of which the rows of pictures are put
+placeholders        placeholder tokens, which rows of pictures replace
 last_position       models that return logits for the last position only
 own_first_token     a forward that replaces the first token of the step input by its own
 einsum              Einstein sums as matrix products
@@ -16,7 +16,7 @@ selected_rows       rows that a mask selects and that are put back, as one expre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from tformer_export.analysis.binding_time import Level, binding_times
@@ -36,7 +36,7 @@ from tformer_export.normalise.relative_shift import shifts_to_lookups
 
 @dataclass(frozen=True)
 class NormaliseSettings:
-    """The facts and wishes on which the rewrites depend.
+    """The facts and options on which the rewrites depend.
 
     masks: the names of the inputs that are masks of padding.
     padding: the declared id of padding that stands for nothing else; None if there is none.
@@ -112,7 +112,7 @@ def _add_weights(graph: CapturedGraph, settings: NormaliseSettings, normalised: 
     return count
 
 
-NORMALISE = (  # in their order
+FORMS = (  # in their order
     Rewrite("placeholders", _graph_alone(place_by_count)),
     Rewrite("last_position", _graph_alone(keep_all_positions)),
     Rewrite("own_first_token", _graph_alone(fill_first_position)),
@@ -124,18 +124,28 @@ NORMALISE = (  # in their order
     Rewrite("fully_masked", _fill_fully_masked),
     Rewrite("own_caches", _graph_alone(keep_written_keys)),
     Rewrite("attention_weights", _add_weights),
+)
+FOLDS = (  # after the facts of inputs, which follow from the tests of padding
     Rewrite("padding_tests", lambda graph, settings, normalised: fold_padding_tests(graph, settings.padding)),
     Rewrite("equal_nodes", _graph_alone(merge_equal_nodes)),  # of tests that are folded, for example
 )
 
 
-def normalise(graph: CapturedGraph, settings: NormaliseSettings) -> Normalised:
-    """Run the rewrites in their order, in place. Each leaves a graph that torch.fx accepts.
+NORMALISE = (*FORMS, *FOLDS)
+
+
+def normalise(
+    graph: CapturedGraph,
+    settings: NormaliseSettings,
+    rewrites: Sequence[Rewrite] = NORMALISE,
+    normalised: Normalised | None = None,
+) -> Normalised:
+    """Run rewrites in their order, in place, and add their results. Each leaves a graph that torch.fx accepts.
 
     Raises OptionError for extra outputs that the model does not have.
     """
-    normalised = Normalised()
-    for rewrite in NORMALISE:
+    normalised = normalised or Normalised()
+    for rewrite in rewrites:
         normalised.counts[rewrite.name] = int(rewrite.apply(graph, settings, normalised))
         graph.graph.lint()
     return normalised

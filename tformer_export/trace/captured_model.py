@@ -48,7 +48,7 @@ def capture_model(source: Source, hidden_states: Sequence[str] = (), max_length:
         graph = trace_source(source, hidden_states, max_length)
     except UnsupportedModelError as error:
         rehearse(source)  # if forward fails by itself, report that error instead
-        if error.__cause__ is not None:  # of torch.export, which does not say that something is kept
+        if error.__cause__ is not None:  # an error of torch.export does not say that forward keeps state
             refuse_kept_state(source)
         raise
     refuse_scaled_weights(source)

@@ -1,12 +1,12 @@
 """The ways to a graph that holds for as many lengths as forward takes, in their order.
 
     at any length        after a run of forward on the example, so that no value that forward keeps comes from the trace
-    without that run     the limit may be that of a table, which forward makes anew when it needs a longer one
-    after a longer run   or of a table of the greatest length
-    above the limit      or of a branch, such as `if window >= time`: the course of longer inputs is traced, and
+    without that run     for a table that forward makes anew when it needs a longer one
+    after a longer run   for such a table, which then has the greatest length
+    above the limit      for a branch, such as `if window >= time`: the course of longer inputs is traced, and
                          compared with forward at shorter ones
-    by example alone     Python may have made a number of a size, such as `int(np.ceil(size / 4))`, and the trace has
-                         that of the example
+    by example alone     for a number that Python makes of a size, such as `int(np.ceil(size / 4))`: the trace has that
+                         of the example
     at one length        a module that runs at the greatest length for any sequence, whose results are cut
 
 All but the first and the last are for a graph with a limit beyond which forward runs.
@@ -48,7 +48,7 @@ def trace_source(source: Source, hidden_states: Sequence[str] = (), max_length: 
 def _traced(ways: Sequence[Way], request: TraceRequest) -> CapturedGraph:
     try:
         return first_accepted(ways, request)
-    except ForwardRefusedError as error:  # at one length, forward may run otherwise
+    except ForwardRefusedError as error:  # `at one length` may still trace it
         raise UnsupportedModelError(str(error)) from error.__cause__
 
 
@@ -122,6 +122,8 @@ def _at_one_length(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
     step = source.step_input
     if request.hidden_states or step is None or source.masks or source.example[step].dim() < 2:
         return None
+    if limited is None:
+        warm_up(source, source.example)
     module = at_one_length(source.module, source.example, step, longest)
     if module is None:
         return None
@@ -134,7 +136,7 @@ def _at_one_length(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
 
 
 def _holds_at_lengths(graph: CapturedGraph, request: TraceRequest, tried: Tried) -> bool:
-    """Return whether the graph gives the results of forward at some lengths. Raises UnsupportedModelError if not."""
+    """Raise UnsupportedModelError unless the graph gives the results of forward at some lengths."""
     longest = request.longest
     lengths = {*range(1, DENSE_SIZES), longest // 3, longest // 2 + 1, longest - 1, longest}
     if not gives_at(graph, request.source, sorted(n for n in lengths if 0 < n <= longest)):

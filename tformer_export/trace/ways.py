@@ -66,7 +66,7 @@ class TraceRequest:
 
     @cached_property
     def module(self) -> torch.nn.Module:
-        """Return the module that is traced: that of the source, with the outputs of its submodules."""
+        """Return the source's module. It also returns the outputs of `hidden_states`."""
         if not self.hidden_states:
             return self.source.module
         watched = find_modules(self.source.users_module, self.hidden_states)
@@ -81,7 +81,10 @@ class TraceRequest:
         return (*self.source.outputs[1:], *(f"{HIDDEN_STATES}.{name}" for name in watched))
 
     def capture(self, module: torch.nn.Module) -> CapturedGraph:
-        """Trace a module that computes what `module` does. Raises TraceFailedError, UnsupportedModelError."""
+        """Trace `module`, which computes what `self.module` computes.
+
+        Raises TraceFailedError, UnsupportedModelError.
+        """
         source = self.source
         min_length = max(source.min_drawn_length, math.ceil(self.above / DRAWN_LENGTH_FACTOR))
         return capture(module, source.example, source.step_input, source.axes, self.outputs, min_length)
@@ -92,12 +95,14 @@ class Tried:
     """The results of the ways before a way.
 
     graph: the first graph that was not accepted. passed: inputs on which forward runs beyond the limits of that graph.
-    failure: the error that says most, of those that were raised.
+    failure: the first error, or the foreign tensor that explains it.
+    repeats: whether forward gives the same results for the same inputs.
     """
 
     graph: CapturedGraph | None = None
     passed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     failure: TraceFailedError | UnsupportedModelError | None = None
+    repeats: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Way:
     """A way to a graph.
 
     attempt: returns a graph, or None if the way does not apply. The state of the module is restored after it.
-    accepts: whether the graph holds for what was requested. A graph that is not accepted is kept for want of a better
+    accepts: returns whether to take the graph. The first graph that is not taken is returned if no way gives a better
         one. Both raise TraceFailedError or UnsupportedModelError if the way fails.
     """
 
@@ -114,15 +119,15 @@ class Way:
     accepts: Callable[[CapturedGraph, TraceRequest, Tried], bool]
 
 
-def first_accepted(ways: Sequence[Way], request: TraceRequest, tried: Tried | None = None) -> CapturedGraph:
+def first_accepted(ways: Sequence[Way], request: TraceRequest) -> CapturedGraph:
     """Return the graph of the first way whose graph is accepted; else the first graph.
 
-    Raises UnsupportedModelError if no way gives a graph, for the first reason, or for one that is in forward itself.
+    Raises the first error if no way gives a graph. A ForwardRefusedError ends the search.
     """
-    tried = tried or Tried()
+    tried = Tried()
     for way in ways:
         try:
-            with unchanged(request.source.module):
+            with unchanged(request.source.module):  # a trace that fails may leave its tensors in buffers
                 graph = way.attempt(request, tried)
             if graph is None:
                 continue
@@ -132,13 +137,15 @@ def first_accepted(ways: Sequence[Way], request: TraceRequest, tried: Tried | No
         except ForwardRefusedError:
             raise
         except (TraceFailedError, UnsupportedModelError) as error:
-            logger.debug("%s: %s", way.name, error.explain() if isinstance(error, TraceFailedError) else error)
+            logger.debug("%s: %s", way.name, error.__cause__ or error)  # explaining it may trace the module again
             tried.failure = tried.failure or error
     if tried.graph is not None:
         return tried.graph
     failure = tried.failure or UnsupportedModelError("forward cannot be traced by example")
     if isinstance(failure, TraceFailedError):
-        raise UnsupportedModelError(failure.explain()) from failure.__cause__
+        with unchanged(request.source.module):
+            reason = failure.explain()
+        raise UnsupportedModelError(reason) from failure.__cause__
     raise failure
 
 
@@ -157,7 +164,7 @@ def _accepts_export(graph: CapturedGraph, request: TraceRequest, tried: Tried) -
 
 
 def _check(graph: CapturedGraph, request: TraceRequest) -> None:
-    """Check the sizes of a graph, in place: its limits are set. Raises UnsupportedModelError."""
+    """Set the limits of a graph, in place. Raises UnsupportedModelError if forward takes another course at a size."""
     keep_all_rows(graph)
     limit_by_branches(graph, request.longest)
     check_guards(graph, request.source, request.longest)
@@ -180,15 +187,18 @@ def _selects_rows(graph: CapturedGraph) -> bool:
 
 def _example(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
     source = request.source
-    if not rehearse(source).repeats:
+    try:
+        tried.repeats = rehearse(source).repeats
+    except UnsupportedModelError as error:
+        raise ForwardRefusedError(str(error)) from error.__cause__
+    if not tried.repeats:
         refuse_random_module(source)
-        return None
     _refuse_foreign_tensors(source, tried)
-    return _rebuilt(request.module, request)
+    return _rebuilt(request.module, request) if tried.repeats else None
 
 
 def _example_of_rows(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
-    return _rebuilt(RowByRow(request.module), request) if rehearse(request.source).repeats else None
+    return _rebuilt(RowByRow(request.module), request) if tried.repeats else None
 
 
 def _rebuilt(module: torch.nn.Module, request: TraceRequest) -> CapturedGraph | None:
@@ -203,14 +213,14 @@ def _rebuilt(module: torch.nn.Module, request: TraceRequest) -> CapturedGraph | 
         return None
     graph = request.capture(rebuilt)
     if rebuilt.max_length is not None:
-        limit_lengths(graph, rebuilt.max_length)
+        limit_lengths(graph, rebuilt.max_length)  # the checks need not look beyond the proven length
     return graph
 
 
 def _refuse_foreign_tensors(source: Source, tried: Tried) -> None:
-    """Raise ForwardRefusedError if tensors of forward would make the runs by example crash.
+    """Raise ForwardRefusedError for a tensor of a class with operations of its own, which would crash a recording.
 
-    Others, which no trace can hold either, are the reason if all ways fail.
+    Another tensor that no file has replaces the error of torch.export.
     """
     foreign = find_foreign_tensor(source)
     cause = None if tried.failure is None else tried.failure.__cause__

@@ -40,10 +40,11 @@ def download(repo: str, revision: str | None = None) -> Path:
     Weights are downloaded in safetensors, and as pickles only for a folder that has none in safetensors.
 
     Raises SourceError if the hub has no such model or revision, does not let the user read it, or cannot be reached;
-    MissingExtraError without huggingface_hub.
+    MissingExtraError without transformers or huggingface_hub.
     """
     purpose = f"there is no file or folder {repo}, and a model of the hub needs transformers"
-    import_optional("huggingface_hub", purpose, "hf")
+    for package in ("transformers", "huggingface_hub"):  # before weights are downloaded that nothing could read
+        import_optional(package, purpose, "hf")
     folder = _snapshot(repo, revision, (*_TEXTS, *_SAFETENSORS))
     parts = (folder, *(path for path in folder.iterdir() if path.is_dir()))
     without = [part for part in parts if (part / "config.json").exists() and not any(part.glob("*.safetensors"))]
