@@ -146,7 +146,7 @@ def test_invalid_sounds_raise_input_error(tmp_path):
         "cut.flac is not a sound file": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
         "the sound is empty": [],
-        r"no number, \[nan\] at 0.050 s": with_nan,
+        r"not a number, \[nan\] at 0.050 s": with_nan,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
         r"\(samples, channels\), not \(2, 800\): transpose": np.zeros((2, 800), np.float32),
         r"samples, .* not ndarray of <U4": np.array("text"),
