@@ -58,28 +58,28 @@ def _at_any_length(request: TraceRequest, tried: Tried) -> CapturedGraph:
 
 
 def _holds_beyond(graph: CapturedGraph, request: TraceRequest, tried: Tried) -> bool:
-    tried.passed = runs_beyond(graph, request.source)
-    return not tried.passed
+    return not runs_beyond(graph, request.source)
 
 
-def _without_that_run(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
-    return _traced(WAYS, request) if tried.graph is not None else None
+def _again(request: TraceRequest, tried: Tried) -> CapturedGraph:
+    return _traced(WAYS, request)
 
 
-def _after_a_longer_run(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
-    if tried.graph is None:
-        return None
-    warm_up(request.source, stretch(tried.passed, request.source, request.longest))
+def _after_a_longer_run(request: TraceRequest, tried: Tried) -> CapturedGraph:
+    assert tried.graph is not None
+    passed = runs_beyond(tried.graph, request.source)
+    warm_up(request.source, stretch(passed, request.source, request.longest))
     return _traced(WAYS, request)
 
 
 def _above_the_limit(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
-    limit = _limit(tried.graph, request) if tried.graph is not None else 0
+    assert tried.graph is not None
+    limit = _limit(tried.graph, request)
     return _traced(WAYS, replace(request, above=limit)) if limit else None
 
 
-def _by_example_alone(request: TraceRequest, tried: Tried) -> CapturedGraph | None:
-    return _traced(BY_EXAMPLE, request) if tried.graph is not None else None
+def _by_example_alone(request: TraceRequest, tried: Tried) -> CapturedGraph:
+    return _traced(BY_EXAMPLE, request)
 
 
 def _limit(graph: CapturedGraph, request: TraceRequest) -> int:
@@ -146,9 +146,9 @@ def _holds_at_lengths(graph: CapturedGraph, request: TraceRequest, tried: Tried)
 
 LENGTHS = (
     Way("at any length", _at_any_length, _holds_beyond),
-    Way("without that run", _without_that_run, _holds_again),
-    Way("after a longer run", _after_a_longer_run, _holds_again),
-    Way("above the limit", _above_the_limit, _holds_above),
-    Way("by example alone", _by_example_alone, _holds_again),
+    Way("without that run", _again, _holds_again, after_a_graph=True),
+    Way("after a longer run", _after_a_longer_run, _holds_again, after_a_graph=True),
+    Way("above the limit", _above_the_limit, _holds_above, after_a_graph=True),
+    Way("by example alone", _by_example_alone, _holds_again, after_a_graph=True),
     Way("at one length", _at_one_length, _holds_at_lengths),
 )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -69,16 +69,18 @@ class TraceRequest:
         """Return the source's module. It also returns the outputs of `hidden_states`."""
         if not self.hidden_states:
             return self.source.module
-        watched = find_modules(self.source.users_module, self.hidden_states)
-        module = WithSubmoduleOutputs(self.source.module, watched, len(self.source.outputs[1:]) + 1)
+        module = WithSubmoduleOutputs(self.source.module, self._watched, len(self.source.outputs[1:]) + 1)
         module.training = False
         return module
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the results after the first one."""
-        watched = find_modules(self.source.users_module, self.hidden_states) if self.hidden_states else ()
-        return (*self.source.outputs[1:], *(f"{HIDDEN_STATES}.{name}" for name in watched))
+        return (*self.source.outputs[1:], *(f"{HIDDEN_STATES}.{name}" for name in self._watched))
+
+    @cached_property
+    def _watched(self) -> dict[str, torch.nn.Module]:
+        return find_modules(self.source.users_module, self.hidden_states) if self.hidden_states else {}
 
     def capture(self, module: torch.nn.Module) -> CapturedGraph:
         """Trace `module`, which computes what `self.module` computes.
@@ -94,13 +96,12 @@ class TraceRequest:
 class Tried:
     """The results of the ways before a way.
 
-    graph: the first graph that was not accepted. passed: inputs on which forward runs beyond the limits of that graph.
+    graph: the first graph that was not accepted.
     failure: the first error, or the foreign tensor that explains it.
     repeats: whether forward gives the same results for the same inputs.
     """
 
     graph: CapturedGraph | None = None
-    passed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     failure: TraceFailedError | UnsupportedModelError | None = None
     repeats: bool = True
 
@@ -112,11 +113,13 @@ class Way:
     attempt: returns a graph, or None if the way does not apply. The state of the module is restored after it.
     accepts: returns whether to take the graph. The first graph that is not taken is returned if no way gives a better
         one. Both raise TraceFailedError or UnsupportedModelError if the way fails.
+    after_a_graph: whether the way is for a graph that was not accepted, and not tried without one.
     """
 
     name: str
     attempt: Callable[[TraceRequest, Tried], CapturedGraph | None]
     accepts: Callable[[CapturedGraph, TraceRequest, Tried], bool]
+    after_a_graph: bool = False
 
 
 def first_accepted(ways: Sequence[Way], request: TraceRequest) -> CapturedGraph:
@@ -126,6 +129,8 @@ def first_accepted(ways: Sequence[Way], request: TraceRequest) -> CapturedGraph:
     """
     tried = Tried()
     for way in ways:
+        if way.after_a_graph and tried.graph is None:
+            continue
         try:
             with unchanged(request.source.module):  # a trace that fails may leave its tensors in buffers
                 graph = way.attempt(request, tried)
