@@ -140,8 +140,8 @@ def export(
         adapters=adapters,
         golden=golden,
     )
+    out = _check_outputs(path, options, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
-    _check_outputs(path, options, force)
     source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
     overrides = SourceOverrides.of(
         task,
@@ -153,7 +153,7 @@ def export(
         preprocessor=preprocessor,
         max_length=max_length,
     )
-    return export_source(source, path, options, overrides, force, progress)
+    return _export(source, out, options, overrides, progress)
 
 
 @memory_errors()
@@ -167,7 +167,12 @@ def export_source(
     progress: Callable[[str], None] = lambda phase: None,
 ) -> ExportReport:
     """Export a source with these options. For errors and the other arguments see `export`."""
-    out = _check_outputs(path, options, force)
+    return _export(source, _check_outputs(path, options, force), options, overrides, progress)
+
+
+def _export(
+    source: Source, out: Path, options: ExportOptions, overrides: SourceOverrides, progress: Callable[[str], None]
+) -> ExportReport:
     source = finish(source, overrides)
     if options.adapters:
         source = with_adapters(source, options.adapters)
