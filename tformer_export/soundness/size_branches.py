@@ -381,21 +381,19 @@ def _gives(captured: CapturedGraph, inputs: Mapping[str, torch.Tensor], expected
 
 def stretch(inputs: Mapping[str, torch.Tensor], source: Source, length: int) -> dict[str, torch.Tensor]:
     """Return inputs in which those axes that are longer than the example's have this length."""
-    stretched = {}
-    for name, value in inputs.items():
-        for axis in range(1, value.dim()):
-            if value.shape[axis] > source.example[name].shape[axis]:
-                value = _resize(value, axis, length)
-        stretched[name] = value
-    return stretched
+    longer = [
+        (name, axis)
+        for name, value in inputs.items()
+        for axis in range(1, value.dim())
+        if value.shape[axis] > source.example[name].shape[axis]
+    ]
+    return resized(inputs, dict.fromkeys(longer, length))
 
 
 def _sized(inputs: Mapping[str, torch.Tensor], axes: list[tuple[str, int]], size: int) -> dict[str, torch.Tensor]:
     """Return inputs of which these axes have another size, with one row unless that is the axis."""
-    sized = {name: value if axes[0][1] == 0 else value[:1] for name, value in inputs.items()}
-    for name, axis in axes:
-        sized[name] = _resize(sized[name], axis, size)
-    return sized
+    rows = {name: value if axes[0][1] == 0 else value[:1] for name, value in inputs.items()}
+    return resized(rows, dict.fromkeys(axes, size))
 
 
 def _length_axes(captured: CapturedGraph, symbol: Any) -> list[tuple[str, int]]:
@@ -411,10 +409,6 @@ def _length_axes(captured: CapturedGraph, symbol: Any) -> list[tuple[str, int]]:
 
 def _axes(node: Node) -> list[tuple[int, Any]]:
     return [(axis, expression(size)) for axis, size in enumerate(meta(node).shape)]
-
-
-def _resize(value: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    return value.index_select(axis, torch.arange(size) % value.shape[axis])
 
 
 def refuse_short_limits(captured: CapturedGraph, source: Source) -> None:

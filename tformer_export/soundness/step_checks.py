@@ -11,7 +11,7 @@ from torch.fx import Node
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.capture.trace import CapturedGraph, vocabulary_size
 from tformer_export.common.fx_nodes import expression, meta, source_line
-from tformer_export.common.module_state import WriteUndo, unchanged
+from tformer_export.common.module_state import attempt, unchanged
 from tformer_export.common.source_lines import size_words
 from tformer_export.sources import Source
 from tformer_export.sources.call.adapter import Adapter
@@ -87,12 +87,7 @@ def _takes_id(source: Source, i: int) -> bool:
     """Return whether forward runs if the step input holds an id."""
     assert source.step_input is not None
     inputs = {**source.example, source.step_input: torch.full_like(source.example[source.step_input], i)}
-    with unchanged(source.module) as changed, WriteUndo(source.module, changed), torch.no_grad():
-        try:
-            source.module(*(value.clone() for value in inputs.values()))
-        except Exception:  # of the user's code, or of torch for a table that ends before
-            return False
-    return True
+    return attempt(source.module, inputs).runs
 
 
 def check_step_input(captured: CapturedGraph, inputs: Mapping[str, InputFacts]) -> None:
