@@ -17,7 +17,6 @@ from tformer_export.sources.base import Source
 
 Unit = tuple[Axis, ...]  # axes that have one length by their roles: of an input, its masks and its token types
 MIN_LENGTH = 3  # an axis of one position may be repeated, so that other lengths of it prove nothing
-
 MAX_SWAPPED = 8  # times the shortest length up to which the longest is swapped with it: a run costs its square
 
 
@@ -82,18 +81,19 @@ def _separable(source: Source, units: Sequence[Unit]) -> list[Unit]:
         if not any(tried.runs for tried in attempts):
             bound[unit] = attempts[0]
     joined = [unit for unit in units if unit not in bound]
-    while bound:
-        unit = min(bound, key=lambda unit: bound[unit].operations)
-        failed = bound.pop(unit)
+
+    def join(unit: Unit, failed: Attempt) -> tuple[list[Unit], Attempt]:
+        """Return the units that have to be as long as one, and how far forward gets with all of them."""
         for partner in sorted(bound, key=lambda partner: bound[partner] != failed):
             tried = run((*unit, *partner), others[0])
             if tried.runs or tried.operations > failed.operations:
-                partners = [partner]
-                break
-        else:  # an operation may relate more than two
-            partners = [partner for partner in bound if bound[partner] == failed]
-            unit_and_partners = (*unit, *itertools.chain(*partners))
-            tried = run(unit_and_partners, others[0]) if partners else failed
+                return [partner], tried
+        alike = [partner for partner in bound if bound[partner] == failed]  # an operation may relate more than two
+        return alike, run((*unit, *itertools.chain(*alike)), others[0]) if alike else failed
+
+    while bound:
+        unit = min(bound, key=lambda unit: bound[unit].operations)
+        partners, tried = join(unit, bound.pop(unit))
         unit = (*unit, *itertools.chain(*partners))
         for partner in partners:
             del bound[partner]
