@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import add_constant, constant, replace_node, weight_sizes
+from tformer_export.sources.call.adapter_switch import FACTORS
 
 MIN_OWN_VALUES = 1 << 17  # of a matrix with rows of its own; the operators around fewer int8 take longer than the stack
 MAX_AXES = 16  # of a value
-FLOAT_FACTORS = ("low_rank_down", "low_rank_up")  # of adapters: as a stack, no pass merges or quantises them
 MAX_OWN_MATRICES = 256  # with rows of their own; each is a product in the file
 
 Size = int | ir.SymbolicDim | None
@@ -78,7 +78,7 @@ class _StackedProduct:
             return None
         rows, weight = node.inputs
         tensor = weight.const_value if weight is not None else None
-        if rows is None or weight is None or tensor is None or str(weight.name).endswith(FLOAT_FACTORS):
+        if rows is None or weight is None or tensor is None or str(weight.name).endswith(FACTORS):
             return None
         if len(tensor.shape) < 3 or tensor.dtype != ir.DataType.FLOAT or len(_sizes(rows)) < 2:
             return None

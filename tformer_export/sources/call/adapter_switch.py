@@ -17,6 +17,8 @@ from torch import nn
 
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 
+FACTORS = ("low_rank_down", "low_rank_up")  # the names of the factors of a module
+
 
 @dataclass
 class AdapterSwitch:
@@ -38,7 +40,7 @@ class _Switched(nn.Module):
     """A module whose result gets the low-rank part of each row's adapter.
 
     The factors have three axes: a product with a matrix of two axes is one that quantisation would store in integers.
-    `passes/unstack_products.py` knows their names, and leaves them so.
+    `passes/unstack_products.py` leaves those of these names, `FACTORS`, so.
     """
 
     def __init__(self, base: nn.Module, switch: AdapterSwitch, adapters: Sequence[LowRank | None]) -> None:
