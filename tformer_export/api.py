@@ -53,7 +53,7 @@ def export(
     head: str | Sequence[str] | None = None,
     tokenizer: Tokenizers | None = None,
     preprocessor: Any = None,
-    picture_size: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
     chat_template: str | None = None,
     task: str | Task | None = None,
     special_tokens: SpecialTokens | Mapping[str, Any] | None = None,
@@ -87,7 +87,7 @@ def export(
     masks: arguments that follow from the lengths of an input: `padding(…)`, `causal(…)`, `lengths(…)` or
         `positions(…)`. They are not in the example.
     axes: the batch and the time axis of an input, if they are not (0, 1). Logits have the layout of the step input.
-        (0,) is for an input of one size, such as a picture; (None, 0) for an input without a batch axis. Axes of an
+        (0,) is for an input of one size, such as an image; (None, 0) for an input without a batch axis. Axes of an
         input of numbers are found by a few runs at other sizes, if forward does not run with other sizes of axis 1.
     fixed_arguments: arguments that are always the same, such as {"use_cache": False}.
     output: name or index of the logits among forward's outputs; by default `.logits`, "logits" or the first tensor. A
@@ -98,9 +98,9 @@ def export(
     Its text, data and purpose:
 
     tokenizer: text in tokenizers' JSON format, for all inputs or by name; or a transformers tokenizer or processor.
-    preprocessor: how pictures become inputs, by name or for the one input: `image(…)` or a transformers image
-        processor. The file then reads pictures of any size.
-    picture_size: height and width to which the pictures of a prompt are resized, for a transformers model in memory
+    preprocessor: how images become inputs, by name or for the one input: `image(…)` or a transformers image
+        processor. The file then reads images of any size.
+    image_size: height and width to which the images of a prompt are resized, for a transformers model in memory
         that reads them at their own size. Its processor is `tokenizer`.
     chat_template: Jinja text that makes a prompt of a conversation, as for transformers' apply_chat_template.
     task: the name of the task, such as "text-classification", or a `Task` with labels, problem type or pooling.
@@ -142,7 +142,7 @@ def export(
     )
     out = _check_outputs(path, options, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
-    source, tokenizer = _source(model, example, step_input, call, tokenizer, series, picture_size)
+    source, tokenizer = _source(model, example, step_input, call, tokenizer, series, image_size)
     overrides = SourceOverrides.of(
         task,
         tokenizer=tokenizer,
@@ -198,7 +198,7 @@ def _source(
     call: Mapping[str, Any],
     tokenizer: Tokenizers | None,
     series: Mapping[str, Any] | None,
-    picture_size: tuple[int, int] | None,
+    image_size: tuple[int, int] | None,
 ) -> tuple[Source, Tokenizers | None]:
     """Return the source of a model, and the tokenizer unless the source holds it. call: arguments of `from_module`."""
     unread = [name for name, value in {**call, "step_input": step_input}.items() if value is not None]
@@ -213,16 +213,16 @@ def _source(
         source = from_transformers(model, extractor=processor.feature_extractor, tokenizer=processor.tokenizer)
         tokenizer = None
     elif example is None and is_transformers_model(model) and hasattr(tokenizer, "image_processor"):
-        source, tokenizer = from_transformers(model, tokenizer=tokenizer, picture_size=picture_size), None
-        picture_size = None
+        source, tokenizer = from_transformers(model, tokenizer=tokenizer, image_size=image_size), None
+        image_size = None
     elif example is None and is_transformers_model(model):
-        source, picture_size = from_transformers(model, picture_size=picture_size), None
+        source, image_size = from_transformers(model, image_size=image_size), None
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
         source, unread = from_module(model, example, step_input, series=series, **call), []
-    if picture_size is not None:
-        raise OptionError("picture_size is for a transformers model in memory: give that of a folder to load_source")
+    if image_size is not None:
+        raise OptionError("image_size is for a transformers model in memory: give that of a folder to load_source")
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     return source, tokenizer

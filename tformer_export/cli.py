@@ -189,11 +189,11 @@ def _flag_before_each(arguments: Sequence[str], flag: str) -> Iterator[str]:
     "--tokenizer", cls=_Option, heading=_SOURCE, type=_PATH, help="Use this tokenizer.json for all inputs of ids."
 )
 @click.option(
-    "--picture-size",
+    "--image-size",
     cls=_Option,
     heading=_SOURCE,
     metavar="HEIGHTxWIDTH",
-    help="Resize the pictures of a prompt to this size, for a folder whose model reads them at their own size.",
+    help="Resize the images of a prompt to this size, for a folder whose model reads them at their own size.",
 )
 @click.option(
     "--chat-template",
@@ -283,7 +283,7 @@ def _run(
     if plot is not None:
         _draw(result, plot)
     if not quiet:
-        _print_table([*result.rows(), *([("picture", str(plot))] if plot else [])])
+        _print_table([*result.rows(), *([("image", str(plot))] if plot else [])])
 
 
 def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
@@ -346,7 +346,7 @@ def _load(source: str, task: Task, flags: Mapping[str, Any]) -> tuple[Source, st
         trust=flags["trust"],
         tokenizer=tokenizer is None,
         task=task.name or ("feature-extraction" if task.pooling else None),
-        picture_size=_picture_size(flags["picture_size"]),
+        image_size=_image_size(flags["image_size"]),
     )
     return loaded, tokenizer
 
@@ -484,13 +484,13 @@ def _read(flag: str, path: Path) -> str:
         raise OptionError(f"{flag} {path} is not UTF-8") from error
 
 
-def _picture_size(text: str | None) -> tuple[int, int] | None:
+def _image_size(text: str | None) -> tuple[int, int] | None:
     """Return height and width. Raises OptionError for another text."""
     if text is None:
         return None
     numbers = text.split("x")
     if len(numbers) != 2 or not all(number.isascii() and number.isdecimal() for number in numbers):
-        raise OptionError(f"--picture-size is HEIGHTxWIDTH, such as 448x448, not {text}")
+        raise OptionError(f"--image-size is HEIGHTxWIDTH, such as 448x448, not {text}")
     return int(numbers[0]), int(numbers[1])
 
 

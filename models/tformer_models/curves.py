@@ -1,4 +1,4 @@
-"""The validation metrics of a run as a table and as a picture."""
+"""The validation metrics of a run as a table and as an image."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_curves(rows: Sequence[Mapping[str, float]], output: Path, monitor: str
     """Write metrics.csv and curves.png into the folder `output`; each file is replaced atomically.
 
     rows: the metrics of each validation, in the order of the steps. monitor: the metric that selects the saved weights;
-    the picture marks its best step. Raises OutputError if a file cannot be written.
+    the image marks its best step. Raises OutputError if a file cannot be written.
     """
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, list(rows[0]))

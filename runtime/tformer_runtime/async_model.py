@@ -454,7 +454,7 @@ class AsyncModel:
         model = self.model
 
         def read() -> Request:
-            return model.request(input if images is None else model.pictured_prompt(input, images), settings, prefix)
+            return model.request(input if images is None else model.image_prompt(input, images), settings, prefix)
 
         async with self._place(deadline) as ends_at:
             if settings.constraint is not None:  # compiling a grammar may take long; the result is cached

@@ -41,7 +41,7 @@ class CachedPrefix:
     def __init__(
         self, engine: Engine, ids: Ints, budget: MemoryBudget, sources: Mapping[str, Array] = MappingProxyType({})
     ) -> None:
-        """Use `Model.cache_prefix`. sources: the pictures of the prefix, and `Manifest.adapter_input`."""
+        """Use `Model.cache_prefix`. sources: the images of the prefix, and `Manifest.adapter_input`."""
         self.engine, self.ids = engine, ids
         share = budget.new_share(persistent=True)
         self._state = engine.start(_one_row(sources), 1, budget=share, max_tokens=[len(ids)])
@@ -93,8 +93,8 @@ class Chat:
     a chat template, messages and answers are texts, formatted by the template. Otherwise the ids of messages and
     answers are concatenated.
 
-    A model that reads pictures takes messages of several parts, as `Model.prompt` does, in a file with a chat template.
-    A turn with pictures reads the conversation anew, because the pictures are encoded together.
+    A model that reads images takes messages of several parts, as `Model.prompt` does, in a file with a chat template.
+    A turn with images reads the conversation anew, because the images are encoded together.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Chat:
     def send(self, message: Any, options: GenerationOptions | None = None, **overrides: Any) -> Result:
         """Generate the answer to a message.
 
-        message: text or ids, or the parts of a message with pictures.
+        message: text or ids, or the parts of a message with images.
         options, overrides: see `Model.generate`.
         An error leaves the conversation unchanged. Raise InputError also for a conversation that is too long.
         """
@@ -183,7 +183,7 @@ class Chat:
         return make_request(self._engine.manifest, self._inputs, ids[-1:], 0, settings, prefix), ids
 
     def _start_anew_if_changed(self, sources: Mapping[str, Array], settings: Settings) -> None:
-        """Drop the cache if the pictures or the adapter change: keys and values of others are other numbers."""
+        """Drop the cache if the images or the adapter change: keys and values of others are other numbers."""
         number, adapters = self._engine.manifest.adapter_number(settings.adapter), self._state.adapters
         has_other_adapter = adapters is not None and adapters[0] != number
         if not has_other_adapter and _equal(sources, self._sources):
@@ -208,17 +208,17 @@ class Chat:
         self._state.release()
 
     def _start(self, sources: Mapping[str, Array]) -> State:
-        """Return the state of a conversation whose pictures are encoded and whose ids are not read."""
+        """Return the state of a conversation whose images are encoded and whose ids are not read."""
         share = self._generator.budget.new_share(persistent=True)
         return self._engine.start(_one_row(sources), 1, budget=share)
 
     def _prompt(self, message: Any) -> tuple[Mapping[str, Array], Ints]:
-        """Return the pictures and the ids of the conversation up to the answer."""
+        """Return the images and the ids of the conversation up to the answer."""
         if self._template is None:
             before = [turn.ids for turn in self.turns[-1:]]
             sources, ids, _ = self._inputs.generation_inputs(message, starts_prompt=not self.turns)
             if any(len(items) for items in sources.values()):
-                raise InputError("the file has no chat template, which pictures in a conversation need: use generate()")
+                raise InputError("the file has no chat template, which images in a conversation need: use generate()")
             return {}, np.concatenate([*before, ids])
         if not isinstance(message, str) and not self._engine.manifest.placeholders:
             raise InputError("a chat template takes text")
@@ -242,7 +242,7 @@ def _one_row(sources: Mapping[str, Array] | None) -> dict[str, list[Array]] | No
 
 
 def _equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Return whether the pictures are the same. Inputs without pictures equal missing inputs."""
+    """Return whether the images are the same. Inputs without images equal missing inputs."""
     empty: Array = np.zeros(0)
     return all(
         np.array_equal(one.get(name, empty), other.get(name, empty))

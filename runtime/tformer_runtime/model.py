@@ -165,14 +165,14 @@ class Model:
         """Generate for one input.
 
         input: see `Model`.
-        images: the pictures of a prompt, for a model that reads them, in the order of their markers in the text.
+        images: the images of a prompt, for a model that reads them, in the order of their markers in the text.
         options: generation options.
         prefix: a cached prefix that goes before the input, from `cache_prefix`.
         overrides: options by name. They take precedence over `options`.
         Raise InputError, OptionError, MemoryBudgetError, or UnsupportedCallError for a model that does not generate.
         """
         settings = self.settings(options, overrides)
-        input = input if images is None else self.pictured_prompt(input, images)
+        input = input if images is None else self.image_prompt(input, images)
         request = self.request(input, settings, prefix)
         return generate_all(self.generator, [request], settings)[0]
 
@@ -196,10 +196,10 @@ class Model:
     def prompt(self, messages: str | Sequence[Message], system: str | None = None, tools: Tools | None = None) -> Input:
         """Return a conversation up to the answer, as an input of `generate`, by the file's chat template.
 
-        It is the ids, (length,); for a model that reads pictures, a mapping of the ids and the pixels.
+        It is the ids, (length,); for a model that reads images, a mapping of the ids and the pixels.
 
-        messages: a text, or mappings of "role" and "content". A content is a text or, for a model that reads pictures,
-            a list of parts: {"type": "text", "text": …} and {"type": "image", "image": picture}.
+        messages: a text, or mappings of "role" and "content". A content is a text or, for a model that reads images,
+            a list of parts: {"type": "text", "text": …} and {"type": "image", "image": image}.
         system: a system message before them.
         tools: functions that the answer may call, as JSON descriptions, for a template that has a place for them.
         Raise InputError for messages that are malformed or that the template refuses, MissingExtraError without jinja2,
@@ -208,20 +208,20 @@ class Model:
         self.calls.must_be_decoder_only("chat")
         return self.inputs.conversation_input(self._template, conversation(messages, system), tools)
 
-    def pictured_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
-        """Return a prompt with pictures as an input of `generate_batch`, which a list of them may be.
+    def image_prompt(self, prompt: Input, images: Sequence[Any]) -> Input:
+        """Return a prompt with images as an input of `generate_batch`, which a list of them may be.
 
-        prompt: a text with a marker for each picture, such as "<image>", or ids with their placeholders.
+        prompt: a text with a marker for each image, such as "<image>", or ids with their placeholders.
         images: names or bytes of files, Pillow images or arrays of uint8, in the order of their markers.
-        Raise UnsupportedCallError for a model that reads no pictures in its prompt.
+        Raise UnsupportedCallError for a model that reads no images in its prompt.
         """
-        self.calls.must_generate("read pictures")
+        self.calls.must_generate("read images")
         if not self.manifest.placeholders:
             raise UnsupportedCallError(
-                f"this model ({self.manifest.task}) reads no pictures in its prompt: leave them out (images, --image)"
+                f"this model ({self.manifest.task}) reads no images in its prompt: leave them out (images, --image)"
             )
         if isinstance(prompt, Mapping):
-            raise InputError("the input is a mapping, which has its pictures already: leave out images")
+            raise InputError("the input is a mapping, which has its images already: leave out images")
         (name,) = self.manifest.placeholders
         return {self.engine.decode.step.name: prompt, name: images}
 
@@ -288,7 +288,7 @@ class Model:
         hidden_states.
         """
         settings = self.stream_settings(options, overrides)
-        input = input if images is None else self.pictured_prompt(input, images)
+        input = input if images is None else self.image_prompt(input, images)
         request = self.request(input, settings, prefix)
         return generate_stream(self.generator, request, settings)
 

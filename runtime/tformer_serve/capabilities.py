@@ -38,7 +38,7 @@ _PATHS_OF_VECTORS = ("/v1/embeddings", "/v1/similarity", "/v1/rerank")
 def capabilities_of(manifest: Manifest) -> dict[str, Any]:
     """Return the paths that a model has, and facts for its form.
 
-    reads: "text", "pictures", "sounds", "series" or "numbers".
+    reads: "text", "images", "sounds", "series" or "numbers".
     aligns: whether /v1/generate gives cross_attentions.
     times: the parts of a transcription that have times, "word" or "segment".
     mask: the token that /v1/fill fills in.
@@ -59,7 +59,7 @@ def capabilities_of(manifest: Manifest) -> dict[str, Any]:
         chat = ["/v1/chat/completions"] if can_chat else []
         aligns = any(extra.kind == CROSS_ATTENTIONS for extra in manifest.extras)
         reads = _kind_of_input(manifest)
-        completions = [] if reads_json(manifest) or reads == "pictures" else ["/v1/completions"]
+        completions = [] if reads_json(manifest) or reads == "images" else ["/v1/completions"]
         return {"paths": [*chat, *completions, "/v1/generate"], "reads": reads, "aligns": aligns}
     if is_speech_to_text(manifest):
         return {"paths": ["/v1/audio/transcriptions"], "reads": "sounds", "times": "segment"}
@@ -105,5 +105,5 @@ def _kind_of_input(manifest: Manifest) -> str:
     if audio_of(manifest) is not None:
         return "sounds"
     if manifest.encode is not None and not manifest.takes_prompt and image_inputs(manifest.preprocessing):
-        return "pictures"
+        return "images"
     return "text" if manifest.tokenizer_of else "numbers"

@@ -24,35 +24,35 @@ def path(tmp_path_factory):
     return str(Toy(seed=1, extras=True).write(tmp_path_factory.mktemp("run") / "toy.onnx"))
 
 
-def picture(path):
+def pixels_of(path):
     """Return the pixels (height, width, red-green-blue) of a PNG file."""
     from matplotlib.image import imread
 
     return imread(path)[:, :, :3]
 
 
-def test_one_input_writes_one_picture_and_unchanged_results(path, tmp_path):
+def test_one_input_writes_one_image_and_unchanged_results(path, tmp_path):
     result = run(path, "hello", *SHORT, "--cross-attentions", tmp_path / "out.png")
     assert result.stdout == run(path, "hello", *SHORT).stdout
     assert os.listdir(tmp_path) == ["out.png"]
-    assert min(picture(tmp_path / "out.png").shape[:2]) > 100
+    assert min(pixels_of(tmp_path / "out.png").shape[:2]) > 100
 
 
 @pytest.mark.parametrize("input_source", ["arguments", "lines"])
-def test_several_inputs_write_numbered_pictures(path, tmp_path, input_source):
+def test_several_inputs_write_numbered_images(path, tmp_path, input_source):
     words = ["hello", "a", "zebra"]
     arguments = [*words] if input_source == "arguments" else []
     result = run(path, *arguments, *SHORT, "--cross-attentions", tmp_path / "out.png", stdin="\n".join(words))
     assert len(result.stdout.splitlines()) == 3
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png", "out-3.png"]
-    shapes = [picture(tmp_path / f"out-{i}.png").shape for i in (1, 2, 3)]
+    shapes = [pixels_of(tmp_path / f"out-{i}.png").shape for i in (1, 2, 3)]
     assert shapes[0][1] > shapes[1][1]  # one column per letter
 
 
 def test_heat_map_cell_is_as_dark_as_its_weight(tmp_path):
     labels = ["$b", " ", *"abcdefghijkl"]
     heat_map(tmp_path / "out.png", np.eye(14, dtype=np.float32), labels, labels)
-    pixels = picture(tmp_path / "out.png")
+    pixels = pixels_of(tmp_path / "out.png")
     is_dark = np.abs(pixels - np.array([8, 48, 107]) / 255).max(-1) < 0.02  # the dark end of the scale
     rows, columns = np.nonzero(is_dark[:, : is_dark.shape[1] * 7 // 10])  # without the colour scale on the right
     # Each row has one dark cell, on the diagonal from the top left. A cell has some 30 × 30 pixels.
@@ -84,7 +84,7 @@ def test_json_contains_hidden_states(path):
         np.testing.assert_allclose(np.array(line["hidden_states"][name]), value, rtol=1e-4, atol=1e-4)
 
 
-def test_existing_picture_is_overwritten_only_with_force(path, tmp_path):
+def test_existing_image_is_overwritten_only_with_force(path, tmp_path):
     out = tmp_path / "out.png"
     out.write_text("old")
     assert failed(run(path, "hello", *SHORT, "--cross-attentions", out)) == (
@@ -92,7 +92,7 @@ def test_existing_picture_is_overwritten_only_with_force(path, tmp_path):
     )
     assert out.read_text() == "old"
     assert run(path, "hello", *SHORT, "--cross-attentions", out, "--force").exit_code == 0
-    assert picture(out).size
+    assert pixels_of(out).size
 
 
 def test_invalid_uses_of_cross_attentions_are_refused(path, tmp_path):
@@ -108,14 +108,14 @@ def test_invalid_uses_of_cross_attentions_are_refused(path, tmp_path):
     assert "--hidden-states needs --json" in usage_error(run(path, "hello", "--hidden-states"))
     assert "not with --cross-attentions" in usage_error(run(path, "hello", "--stream", "--cross-attentions", out))
     resumed = run(path, "hello", "--cross-attentions", out, "--resume", "--output-file", tmp_path / "out")
-    assert usage_error(resumed) == "--resume cannot continue pictures: not with --cross-attentions OUT.png"
+    assert usage_error(resumed) == "--resume cannot continue images: not with --cross-attentions OUT.png"
     missing = tmp_path / "nowhere" / "out.png"
     result = run(path, "hello", *SHORT, "--cross-attentions", missing)
     assert result.stderr == f"tformer-run: {missing} cannot be written: No such file or directory\n"
     results = tmp_path / "results"
     several = run(path, "hello", "a", *SHORT, "--cross-attentions", missing, "--output-file", results)
     assert "nowhere/out-1.png cannot be written" in failed(several)
-    assert not list(tmp_path.glob("results*"))  # a run with pictures cannot resume, so that no partial file stays
+    assert not list(tmp_path.glob("results*"))  # a run with images cannot resume, so that no partial file stays
 
 
 def test_missing_matplotlib_is_refused_in_one_sentence(path, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_invalid_layers_are_refused():
 
 
 def test_exported_cross_attentions_are_drawn(factory, tmp_path, monkeypatch, capsys):
-    """Both programs, from a module to a picture."""
+    """Both programs, from a module to an image."""
     exported_file = tmp_path / "model.onnx"
     command = ["tformer-export", factory, "--step-input", "tgt", "--cross-attentions", "0:0"]
     command += ["--hidden-states", "embed"]
@@ -201,6 +201,6 @@ def test_exported_cross_attentions_are_drawn(factory, tmp_path, monkeypatch, cap
     ]
     result = run(exported_file, "3 4 5", "--ids", *SHORT, "--cross-attentions", tmp_path / "out.png")
     assert result.exit_code == 0
-    assert picture(tmp_path / "out.png").size
+    assert pixels_of(tmp_path / "out.png").size
     info = json.loads(run(exported_file, "--info", "--json").stdout)
     assert info["extra_outputs"] == ["hidden_states.embed", "cross_attentions"]

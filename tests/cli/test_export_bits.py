@@ -1,4 +1,4 @@
-"""tformer-export --quantize with a limit of the loss and calibration data writes a file, a report and a picture."""
+"""tformer-export --quantize with a limit of the loss and calibration data writes a file, a report and an image."""
 
 from __future__ import annotations
 

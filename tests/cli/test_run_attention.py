@@ -1,4 +1,4 @@
-"""Attention weights match PyTorch's and are drawn as pictures; models and calls without them are refused."""
+"""Attention weights match PyTorch's and are drawn as images; models and calls without them are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def path(tmp_path_factory):
     return out
 
 
-def picture(path):
+def pixels_of(path):
     """Return the pixels (height, width, red-green-blue) of a PNG file."""
     from matplotlib.image import imread
 
@@ -89,12 +89,12 @@ def test_attentions_match_the_module(path):
     assert tokens == ["a", "good", "day"]
 
 
-def test_attentions_write_one_picture_per_input_and_unchanged_results(path, tmp_path):
+def test_attentions_write_one_image_per_input_and_unchanged_results(path, tmp_path):
     texts = ["a good day", "$b a bad night a day"]
     result = run(path, *texts, "--attentions", tmp_path / "out.png")
     assert result.stdout == run(path, *texts).stdout
     assert sorted(os.listdir(tmp_path)) == ["out-1.png", "out-2.png"]
-    first, second = (picture(tmp_path / name).shape for name in ("out-1.png", "out-2.png"))
+    first, second = (pixels_of(tmp_path / name).shape for name in ("out-1.png", "out-2.png"))
     assert second[0] > first[0]
     assert second[1] > first[1]
     assert run(path, texts[0], "--attentions", tmp_path / "one.pdf").exit_code == 0
@@ -105,7 +105,7 @@ def test_attention_map_cell_is_as_dark_as_its_weight_in_its_layer_and_head(tmp_p
     weights = np.zeros((2, 3, 5, 5), np.float32)
     weights[1, 0] = np.eye(5)
     attention_maps(tmp_path / "out.png", weights, list("abcde"))
-    image = picture(tmp_path / "out.png")
+    image = pixels_of(tmp_path / "out.png")
     gray = np.abs(image - 0.8).max(-1) < 0.01  # the lines between squares
     dark = np.abs(image - np.array([8, 48, 107]) / 255).max(-1) < 0.02
     dark[:, image.shape[1] * 7 // 10 :] = False  # without the colour scale on the right
@@ -131,7 +131,7 @@ def test_invalid_uses_of_attentions_are_refused(path, tmp_path):
         "--attentions can be drawn into a file of the kind .png, .pdf, .svg, not 'a'"
     )
     resumed = run(path, "a", "--attentions", out, "--resume", "--output-file", tmp_path / "x")
-    assert failed(resumed) == "--resume cannot continue pictures: leave out --attentions"
+    assert failed(resumed) == "--resume cannot continue images: leave out --attentions"
     out.write_text("old")
     assert failed(run(path, "a", "--attentions", out)) == f"{out} exists already: give --force to overwrite it"
     assert failed(run(plain, "a", "--attentions", out, "--similarity")).startswith(

@@ -1,4 +1,4 @@
-"""Targets: pictures, sounds and series."""
+"""Targets: images, sounds and series."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tformer_runtime.preprocess.audio import LOG_MEL, AudioPreprocessor
 from tformer_runtime.preprocess.csv_series import read_series
 from tformer_runtime.preprocess.images import ImagePreprocessor
 
-PICTURE_FORMATS = (
+IMAGE_FORMATS = (
     "PNG",
     "JPEG",
     "GIF",
@@ -50,38 +50,38 @@ SOUNDS = (
 
 
 @functools.cache
-def seed_pictures() -> list[bytes]:
+def seed_images() -> list[bytes]:
     from PIL import Image
 
     values = np.random.default_rng(0).integers(0, 256, (9, 13, 3), np.uint8)
-    pictures = []
-    for kind in PICTURE_FORMATS:
-        for picture in (Image.fromarray(values), Image.fromarray(values).convert("P")):
+    images = []
+    for kind in IMAGE_FORMATS:
+        for image in (Image.fromarray(values), Image.fromarray(values).convert("P")):
             data = io.BytesIO()
             try:
-                picture.save(data, kind)
+                image.save(data, kind)
             except (OSError, KeyError, ValueError):  # the format has no such mode, or this Pillow has no such format
                 continue
-            pictures.append(data.getvalue())
+            images.append(data.getvalue())
     frames, data = [Image.fromarray(values), Image.fromarray(values[::-1])], io.BytesIO()
     frames[0].save(data, "PNG", save_all=True, append_images=frames[1:])
     exif = Image.Exif()
     exif[0x0112] = 6  # turned
     turned = io.BytesIO()
     frames[0].save(turned, "JPEG", exif=exif)
-    return [*pictures, data.getvalue(), turned.getvalue()]
+    return [*images, data.getvalue(), turned.getvalue()]
 
 
-def run_picture(data: bytes) -> None:
+def run_image(data: bytes) -> None:
     failure = None
-    for images in PREPROCESSORS:
+    for preprocessor in PREPROCESSORS:
         try:
-            pixels, _ = images.tiles(data)
+            pixels, _ = preprocessor.tiles(data)
         except Exception as error:
             failure = failure or error
             continue
-        if images.shape is not None and pixels.shape[-2:] != images.shape:
-            raise WrongOutcomeError(f"pixels of {pixels.shape}, not {images.shape}")
+        if preprocessor.shape is not None and pixels.shape[-2:] != preprocessor.shape:
+            raise WrongOutcomeError(f"pixels of {pixels.shape}, not {preprocessor.shape}")
     if failure is not None:
         raise failure
 
@@ -190,7 +190,7 @@ def run_series(data: bytes) -> None:
         raise WrongOutcomeError(f"the forecast {forecast}")
 
 
-PICTURE_WORDS = (
+IMAGE_WORDS = (
     b"IHDR",
     b"IDAT",
     b"PLTE",
@@ -222,7 +222,7 @@ SOUND_WORDS = (
 )
 
 SIGNALS = [
-    Target("picture", seed_pictures, lambda data, rng: mutate_bytes(data, rng, PICTURE_WORDS), run_picture),
+    Target("image", seed_images, lambda data, rng: mutate_bytes(data, rng, IMAGE_WORDS), run_image),
     Target("sound", seed_sounds, lambda data, rng: mutate_bytes(data, rng, SOUND_WORDS), run_sound),
     Target("series", seed_series, mutate_series, run_series),
 ]

@@ -1,4 +1,4 @@
-"""Exported image models match transformers' image processor and module, on pictures of every file format and mode.
+"""Exported image models match transformers' image processor and module, on images of every file format and mode.
 
 A custom model with its own patch embedding is compared with Pillow and PyTorch. Each model is exported once.
 """
@@ -25,7 +25,7 @@ from transformers.image_utils import load_image
 from tformer_export import Quantization, Task, export, image
 from tformer_export.calibration.samples import read_samples
 from tformer_export.sources import load_source
-from tformer_export.sources.hugging_face.images import read_picture_steps
+from tformer_export.sources.hugging_face.images import read_image_steps
 from tformer_runtime import AsyncModel, InputError, Model, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.preprocess import images
@@ -93,31 +93,31 @@ class Patches(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    """Return name → path of pictures of many formats and modes."""
-    folder = tmp_path_factory.mktemp("pictures")
+def image_files(tmp_path_factory):
+    """Return name → path of images of many formats and modes."""
+    folder = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(5)
 
-    def random_picture(height, width, channels=3):
+    def random_pixels(height, width, channels=3):
         coarse = Image.fromarray(random.integers(0, 256, (4, 5, 4), np.uint8)).resize((width, height))
         noise = random.integers(-30, 31, (height, width, 4))
         return np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8)[..., :channels]
 
-    def save(name, picture, **options):
-        picture.save(folder / name, **options)
+    def save(name, sample, **options):
+        sample.save(folder / name, **options)
 
-    save("photo.jpg", Image.fromarray(random_picture(70, 101)))
+    save("photo.jpg", Image.fromarray(random_pixels(70, 101)))
     orientation = Image.Exif()
     orientation[0x0112] = 6  # orientation: rotated by 90 degrees
-    save("turned.jpg", Image.fromarray(random_picture(50, 90)), exif=orientation)
-    save("gray.png", Image.fromarray(random_picture(41, 33, 1)[..., 0]))
-    save("alpha.png", Image.fromarray(random_picture(64, 64, 4)))
-    save("palette.gif", Image.fromarray(random_picture(60, 48)).convert("P"))
-    save("print.jpg", Image.fromarray(random_picture(45, 71)).convert("CMYK"))
-    deep_pixels = random_picture(40, 52, 1)[..., 0].astype(np.uint16) * 257
+    save("turned.jpg", Image.fromarray(random_pixels(50, 90)), exif=orientation)
+    save("gray.png", Image.fromarray(random_pixels(41, 33, 1)[..., 0]))
+    save("alpha.png", Image.fromarray(random_pixels(64, 64, 4)))
+    save("palette.gif", Image.fromarray(random_pixels(60, 48)).convert("P"))
+    save("print.jpg", Image.fromarray(random_pixels(45, 71)).convert("CMYK"))
+    deep_pixels = random_pixels(40, 52, 1)[..., 0].astype(np.uint16) * 257
     save("deep.png", Image.fromarray(deep_pixels))
-    save("small.png", Image.fromarray(random_picture(9, 7)))
-    save("bits.png", Image.fromarray(random_picture(30, 40)).convert("1"))
+    save("small.png", Image.fromarray(random_pixels(9, 7)))
+    save("bits.png", Image.fromarray(random_pixels(30, 40)).convert("1"))
     return {path.name: path for path in sorted(folder.iterdir())}
 
 
@@ -144,20 +144,20 @@ def seeded_model(name):
 
 
 def transformers_outputs(module, processor, paths):
-    """Return transformers' output for each picture. Its pipelines convert it for a processor that does not."""
+    """Return transformers' output for each image. Its pipelines convert it for a processor that does not."""
     read = (lambda path: ImageOps.exif_transpose(Image.open(path))) if processor.do_convert_rgb else load_image
     with torch.no_grad():
         return [module(**processor(images=read(str(p)), return_tensors="pt"))[0][0].double() for p in paths]
 
 
 @pytest.mark.parametrize("name", ["distilled", "windows"])
-def test_classes_match_transformers_for_each_batch_size(exported, pictures, name):
+def test_classes_match_transformers_for_each_batch_size(exported, image_files, name):
     module, processor, path, report = exported(name)
     activation = torch.sigmoid if name == "distilled" else functools.partial(torch.softmax, dim=-1)
-    expected = [activation(output).numpy() for output in transformers_outputs(module, processor, pictures.values())]
+    expected = [activation(output).numpy() for output in transformers_outputs(module, processor, image_files.values())]
     model = Model.load(path, "cpu", threads=1)
     for batch_size, workers in ((1, 1), (4, 1), (2, 2)):
-        actual = model.classify(pictures.values(), batch_size=batch_size, workers=workers, top_k=2)
+        actual = model.classify(image_files.values(), batch_size=batch_size, workers=workers, top_k=2)
         for result, probabilities in zip(actual, expected, strict=True):
             assert list(result.scores) == ["cat", "dog", "car"]
             np.testing.assert_allclose(list(result.scores.values()), probabilities, atol=1e-5)
@@ -165,22 +165,22 @@ def test_classes_match_transformers_for_each_batch_size(exported, pictures, name
 
     async def ask():
         async with AsyncModel(model, max_batch_size=4) as aio:
-            return await asyncio.gather(*(aio.classify(picture, top_k=2) for picture in pictures.values()))
+            return await asyncio.gather(*(aio.classify(path, top_k=2) for path in images.values()))
 
     for result, alone in zip(asyncio.run(ask()), actual, strict=True):
         np.testing.assert_allclose(list(result.scores.values()), list(alone.scores.values()), atol=1e-6)
         assert [label for label, _ in result.top] == [label for label, _ in alone.top]
-    assert np.ptp(expected, axis=0).max() > 0.1  # the results depend on the picture
+    assert np.ptp(expected, axis=0).max() > 0.1  # the results depend on the image
     assert report.task == "image-classification"
     assert report.parity.raw.images == 6
     assert report.parity.raw.relative < 1e-4
     assert ("from raw inputs", "6 images") in [(label, text.rpartition(", ")[2]) for label, text in report.rows()]
 
 
-def test_int8_classes_are_near_and_the_report_has_the_agreement(pictures, tmp_path):
-    """A model in memory is fitted to calibration pictures. The loss is measured on every fourth picture."""
+def test_int8_classes_are_near_and_the_report_has_the_agreement(image_files, tmp_path):
+    """A model in memory is fitted to calibration images. The loss is measured on every fourth image."""
     module, processor = seeded_model("plain")
-    paths = [*pictures.values()] * 4
+    paths = [*image_files.values()] * 4
     (tmp_path / "lines").write_text("".join(f"{path}\n" for path in paths))
     report = export(
         module, tmp_path / "x.onnx", preprocessor=processor, quantization=Quantization("int8",
@@ -198,11 +198,11 @@ def test_int8_classes_are_near_and_the_report_has_the_agreement(pictures, tmp_pa
     assert ("quantised", f"{quality.agreement:.2%} of 9 rows keep their class") in report.rows()
 
 
-def test_pooled_vectors_match_transformers(exported, pictures, tmp_path):
+def test_pooled_vectors_match_transformers(exported, image_files, tmp_path):
     module, processor, path, report = exported("features", task=Task(pooling="mean", normalize=True))
     assert report.task == "image-feature-extraction"
     assert report.parity.raw.relative < 1e-4
-    lines = [str(path) for path in pictures.values()]
+    lines = [str(path) for path in image_files.values()]
     states = torch.stack(transformers_outputs(module, processor, lines))
     means = nn.functional.normalize(states.mean(1), dim=1)
     vectors = Model.load(path, "cpu").embed(lines)
@@ -220,8 +220,8 @@ def test_pooled_vectors_match_transformers(exported, pictures, tmp_path):
     assert json.loads(first)["vector"] == pytest.approx(vectors[0].tolist())
 
 
-def picture_modes():
-    """Return a picture in each mode of Pillow that converts to RGB, some of them transparent in part."""
+def image_modes():
+    """Return an image in each mode of Pillow that converts to RGB, some of them transparent in part."""
     random = np.random.default_rng(2)
     colours = Image.fromarray(random.integers(0, 256, (37, 50, 3), np.uint8))
     alpha = Image.fromarray(random.integers(0, 256, (37, 50), np.uint8))
@@ -243,24 +243,24 @@ def picture_modes():
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("converts", [True, None])
 def test_pixels_of_each_mode_are_those_of_the_processor(converts):
-    """A processor that does not convert pictures gets them in RGB from transformers' pipelines."""
+    """A processor that does not convert images gets them in RGB from transformers' pipelines."""
     processor = transformers.ViTImageProcessorPil(size={"height": 24, "width": 30}, do_convert_rgb=converts)
-    steps = read_picture_steps(processor, 3)
+    steps = read_image_steps(processor, 3)
     dropped = 0
-    for mode, picture in picture_modes().items():
-        given = picture if converts else picture.convert("RGB")
+    for mode, sample in image_modes().items():
+        given = sample if converts else sample.convert("RGB")
         expected = processor(images=given, return_tensors="np")["pixel_values"][0]
-        assert np.array_equal(steps.pixels(picture), expected), mode
-        opaque = Image.fromarray(np.asarray(picture.convert("RGB")))  # which has no transparent colour
+        assert np.array_equal(steps.pixels(sample), expected), mode
+        opaque = Image.fromarray(np.asarray(sample.convert("RGB")))  # which has no transparent colour
         dropped += not np.array_equal(processor(images=opaque)["pixel_values"][0], expected)
-    assert dropped == (7 if converts else 0)  # pictures that have transparent parts
+    assert dropped == (7 if converts else 0)  # images that have transparent parts
 
 
-def test_large_transparent_pictures_are_laid_on_white_some_rows_at_a_time(monkeypatch):
-    picture = picture_modes()["RGBA"]
-    expected = convert_to_rgb(picture, return_numpy=True)
+def test_large_transparent_images_are_laid_on_white_some_rows_at_a_time(monkeypatch):
+    sample = image_modes()["RGBA"]
+    expected = convert_to_rgb(sample, return_numpy=True)
     monkeypatch.setattr(images, "CHUNK_PIXELS", 130)
-    pixels = images.ImagePreprocessor(scale=None, on_white=True).pixels(picture)
+    pixels = images.ImagePreprocessor(scale=None, on_white=True).pixels(sample)
     assert np.array_equal(pixels, np.moveaxis(expected, -1, 0))
 
 
@@ -276,13 +276,13 @@ def custom(tmp_path_factory):
     return module, path, report
 
 
-def test_custom_model_matches_pillow_and_pytorch_for_each_input_type(custom, pictures):
+def test_custom_model_matches_pillow_and_pytorch_for_each_input_type(custom, image_files):
     """The reference is Pillow's resizing, slices and PyTorch."""
     module, path, report = custom
     assert report.parity.raw.images == 6
     model = Model.load(path, "cpu")
     for name in ("photo.jpg", "gray.png", "alpha.png"):
-        gray = Image.open(pictures[name]).convert("L")
+        gray = Image.open(image_files[name]).convert("L")
         height, width = gray.height, gray.width
         size = (36, int(36 * height / width)) if width <= height else (int(36 * width / height), 36)
         x = torch.from_numpy(np.array(gray.resize(size, Image.BOX))).double()
@@ -291,18 +291,25 @@ def test_custom_model_matches_pillow_and_pytorch_for_each_input_type(custom, pic
         with torch.no_grad():
             expected = module(x[None, None])[0].softmax(-1)
         pixels = x[None].numpy()  # normalised pixels are not processed again
-        for picture in (pictures[name], str(pictures[name]), pictures[name].read_bytes(), gray, np.array(gray), pixels):
-            (actual,) = model.classify([picture])
+        for sample in (
+            image_files[name],
+            str(image_files[name]),
+            image_files[name].read_bytes(),
+            gray,
+            np.array(gray),
+            pixels,
+        ):
+            (actual,) = model.classify([sample])
             np.testing.assert_allclose(list(actual.scores.values()), expected, atol=1e-5)
 
 
-def test_pictures_are_read_one_batch_at_a_time(custom, pictures):
+def test_images_are_read_one_batch_at_a_time(custom, image_files):
     _, path, _ = custom
     requested = []
 
     def inputs():
         for _ in range(20):
-            requested.append(pictures["small.png"])
+            requested.append(image_files["small.png"])
             yield requested[-1]
 
     results = Model.load(path, "cpu").predict(inputs(), batch_size=4)
@@ -311,9 +318,9 @@ def test_pictures_are_read_one_batch_at_a_time(custom, pictures):
     assert len(list(results)) == 19
 
 
-def test_command_line_writes_the_classes_of_classify(custom, pictures, tmp_path):
+def test_command_line_writes_the_classes_of_classify(custom, image_files, tmp_path):
     _, path, _ = custom
-    lines = [str(pictures[name]) for name in ("photo.jpg", "turned.jpg", "gray.png")]
+    lines = [str(image_files[name]) for name in ("photo.jpg", "turned.jpg", "gray.png")]
     expected = Model.load(path, "cpu").classify(lines, top_k=2)
     (line,) = run(path, lines[0]).stdout.splitlines()
     assert line == f"{expected[0].label}\t{expected[0].score:.6g}"
@@ -335,12 +342,12 @@ def test_command_line_writes_the_classes_of_classify(custom, pictures, tmp_path)
     assert "shortest edge: 36" in info
 
 
-def test_run_is_resumed_after_a_missing_picture(custom, pictures, tmp_path):
+def test_run_is_resumed_after_a_missing_image(custom, image_files, tmp_path):
     _, path, _ = custom
-    lines = [str(pictures["photo.jpg"]), str(tmp_path / "late.png"), str(pictures["gray.png"])]
+    lines = [str(image_files["photo.jpg"]), str(tmp_path / "late.png"), str(image_files["gray.png"])]
     message = failed(run(path, "--output-file", tmp_path / "out", "--batch-size", 1, stdin="\n".join(lines)))
     assert message == f"line 2: {lines[1]} cannot be read: No such file or directory; --resume goes on after input 1"
-    Image.open(pictures["turned.jpg"]).convert("L").save(lines[1])
+    Image.open(image_files["turned.jpg"]).convert("L").save(lines[1])
     result_of_resume = run(path, "--output-file", tmp_path / "out", "--resume", stdin="\n".join(lines))
     assert result_of_resume.exit_code == 0
     labels = [line.split("\t")[0] for line in (tmp_path / "out").read_text().splitlines()]
@@ -356,11 +363,11 @@ def write_png_with_size(path, width, height):
 
 
 @pytest.fixture
-def damaged(pictures, tmp_path, monkeypatch):
-    """Enter a folder with damaged files, files of other types and pictures of invalid sizes."""
-    (tmp_path / "torn.jpg").write_bytes(pictures["photo.jpg"].read_bytes()[:900])
-    (tmp_path / "text.jpg").write_text("no picture")
-    damaged_bytes = bytearray(pictures["alpha.png"].read_bytes())
+def damaged(image_files, tmp_path, monkeypatch):
+    """Enter a folder with damaged files, files of other types and images of invalid sizes."""
+    (tmp_path / "torn.jpg").write_bytes(image_files["photo.jpg"].read_bytes()[:900])
+    (tmp_path / "text.jpg").write_text("no image")
+    damaged_bytes = bytearray(image_files["alpha.png"].read_bytes())
     damaged_bytes[200:260] = bytes(60)
     (tmp_path / "torn.png").write_bytes(damaged_bytes)
     write_png_with_size(tmp_path / "huge.png", 10_000, 9_000)
@@ -369,11 +376,11 @@ def damaged(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_invalid_pictures_are_refused(custom, pictures, damaged):
+def test_invalid_images_are_refused(custom, image_files, damaged):
     _, path, _ = custom
     assert failed(run(path, "none.jpg")) == "input 1: none.jpg cannot be read: No such file or directory"
     assert failed(run(path, ".")) == "input 1: . cannot be read: Is a directory"
-    first = run(path, pictures["gray.png"], "torn.jpg")
+    first = run(path, image_files["gray.png"], "torn.jpg")
     assert failed(first, before=1).startswith("input 2: torn.jpg is a damaged image: ")
     assert failed(run(path, "torn.png")).startswith("input 1: torn.png is a damaged image: ")
     assert failed(run(path, "text.jpg")) == "input 1: text.jpg is not an image that Pillow can read"
@@ -384,9 +391,9 @@ def test_invalid_pictures_are_refused(custom, pictures, damaged):
     assert failed(run(path, "thin.png")).startswith("input 1: thin.png is 80000 × 1 pixels and would be resized to")
 
 
-def test_invalid_options_and_missing_pillow_are_refused(custom, pictures, monkeypatch):
+def test_invalid_options_and_missing_pillow_are_refused(custom, image_files, monkeypatch):
     _, path, _ = custom
-    line = str(pictures["photo.jpg"])
+    line = str(image_files["photo.jpg"])
     assert failed(run(path, "--ids", "1 2")) == "input 1: the model reads images, not ids: leave out --ids"
     assert failed(run(path, line, "--truncate", "--num-beams", 2, "--similarity")) == (
         "own.onnx classifies images (image-classification): it takes no --num-beams, --truncate, --similarity"
@@ -400,16 +407,16 @@ def test_invalid_options_and_missing_pillow_are_refused(custom, pictures, monkey
     assert failed(run(path, line)) == "reading images needs Pillow: pip install 'tformer[image]'"
 
 
-def test_invalid_calls_raise_errors(custom, pictures):
+def test_invalid_calls_raise_errors(custom, image_files):
     _, path, _ = custom
     model = Model.load(path, "cpu")
-    picture = Image.open(pictures["photo.jpg"])
-    pixels = np.array(picture)
-    for single_input in (str(pictures["photo.jpg"]), pictures["photo.jpg"], picture, pixels, pixels[..., 0]):
+    sample = Image.open(image_files["photo.jpg"])
+    pixels = np.array(sample)
+    for single_input in (str(image_files["photo.jpg"]), image_files["photo.jpg"], sample, pixels, pixels[..., 0]):
         with pytest.raises(InputError, match="give a list of inputs"):
             model.classify(single_input)
     with pytest.raises(UnsupportedCallError, match=r"classifies images: it cannot embed; call classify\(\) or pre"):
-        model.embed([picture])
+        model.embed([sample])
     with pytest.raises(InputError, match=r"input 1: an array of uint8 is an image of .*, and this is \(3, 70, 101\)"):
         model.classify([np.moveaxis(pixels, -1, 0)])
     with pytest.raises(InputError, match=r"input 1: the image has no pixels"):
@@ -418,10 +425,10 @@ def test_invalid_calls_raise_errors(custom, pictures):
         model.classify([np.zeros((1, 24, 32)), np.zeros((1, 9, 32))])
 
 
-def test_calibration_error_names_the_line_of_a_damaged_picture(custom, pictures, damaged, tmp_path):
+def test_calibration_error_names_the_line_of_a_damaged_image(custom, image_files, damaged, tmp_path):
     _, path, _ = custom
     engine = Engine(path, "cpu", threads=1)
-    names = [str(pictures["photo.jpg"])] * 9
+    names = [str(image_files["photo.jpg"])] * 9
     (tmp_path / "lines").write_text("\n".join([names[0], "torn.jpg", *names]))
     with pytest.raises(InputError, match=r"^line 2 of .*lines: torn.jpg is a damaged image"):
         read_samples(tmp_path / "lines", engine)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from support.served_tasks import picture, sound
+from support.served_tasks import png, sound
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 
 import tformer_serve
@@ -86,7 +86,7 @@ def test_models_have_the_forms_of_their_tasks(task_server, open_page):
     assert names.count() == len(task_server.models)
     fields = {
         "vector": "One text", "scores": "Text", "spans": "Text", "answers": "Context", "masks": "Text",
-        "relevance": "Query", "pictures": "Picture", "sounds": "Sound", "series": "History", "letters": "Text",
+        "relevance": "Query", "images": "Image", "sounds": "Sound", "series": "History", "letters": "Text",
     }  # fmt: skip
     for name, label in fields.items():
         choose(page, name)
@@ -211,14 +211,14 @@ def test_answer_is_marked_and_masks_are_filled(task_server, task_models, open_pa
     assert [name for name, _ in rows_of(page)] == [candidate.token for candidate in expected]
 
 
-def test_picture_is_shown_with_its_labels(task_server, open_page):
+def test_image_is_shown_with_its_labels(task_server, open_page):
     page = open_page(task_server)
-    choose(page, "pictures")
-    file = {"name": "leaf.png", "mimeType": "image/png", "buffer": picture(10, 200, 30)}
-    page.get_by_label("Picture").set_input_files(file)
+    choose(page, "images")
+    file = {"name": "leaf.png", "mimeType": "image/png", "buffer": png(10, 200, 30)}
+    page.get_by_label("Image").set_input_files(file)
     page.get_by_role("button", name="Classify").click()
     assert rows_of(page)[0][0] == "green"
-    image = page.get_by_role("img", name="The picture leaf.png")
+    image = page.get_by_role("img", name="The image leaf.png")
     assert image.evaluate("async node => { await node.decode(); return node.naturalWidth; }") == 9
 
 

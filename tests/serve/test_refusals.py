@@ -15,7 +15,7 @@ CHAT = {"model": "chat", "messages": [{"role": "user", "content": "a"}]}
 GENERATE = {"model": "letters", "input": "hello"}
 TOOL = {"type": "function", "function": {"name": "run"}}
 WRONG = {"type": "foo"}
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 COMPLETIONS = {
     "unknown": ({"foo": 1}, "foo", "there is no option 'foo': leave it out, or correct its name"),
@@ -54,7 +54,7 @@ CHATS = {
     "role": ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "messages[0].role should be 'sys"),
     "no content": ({"messages": [{"role": "user"}]}, None, "a message needs a content"),
     "no messages": ({"messages": []}, "messages", "messages"),
-    "picture": ({"messages": [{"role": "user", "content": [PICTURE]}]}, None, "the model reads no pictures: leave out"),
+    "image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model reads no images: leave out"),
     "two limits": ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "max_tokens and max_completion_tokens"),
     "limit": ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be a whole number"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs: true"),

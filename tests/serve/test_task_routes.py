@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 from msgspec.structs import asdict
-from support.served_tasks import picture
+from support.served_tasks import png
 from support.servers import HANG_SECONDS
 
 from tformer_serve.routes import forecast, similarity
@@ -133,13 +133,13 @@ def test_many_inputs_of_a_request_have_their_results(task_server, task_models):
     assert answer["usage"]["prompt_tokens"] == sum(len(text.split()) + 2 for text in texts)
 
 
-def test_pictures_are_classified(task_server, task_models):
-    pictures = [picture(255, 0, 0), picture(10, 200, 30), picture(0, 0, 250)]
-    inputs = [{"base64": base64.b64encode(one).decode()} for one in pictures]
-    answer = task_server.post("/v1/classify", {"model": "pictures", "inputs": inputs}).json()
+def test_images_are_classified(task_server, task_models):
+    images = [png(255, 0, 0), png(10, 200, 30), png(0, 0, 250)]
+    inputs = [{"base64": base64.b64encode(one).decode()} for one in images]
+    answer = task_server.post("/v1/classify", {"model": "images", "inputs": inputs}).json()
     assert [result["label"] for result in answer["results"]] == ["red", "green", "blue"]
-    assert_close(answer["results"], [of_class(result) for result in task_models["pictures"].classify(pictures)])
-    named = task_server.post("/v1/classify", {"model": "pictures", "inputs": ["/etc/passwd"]}).json()["error"]
+    assert_close(answer["results"], [of_class(result) for result in task_models["images"].classify(images)])
+    named = task_server.post("/v1/classify", {"model": "images", "inputs": ["/etc/passwd"]}).json()["error"]
     assert "takes no text: give" in named["message"]
     assert named["param"] == "inputs[0]"
 

@@ -27,7 +27,7 @@ def write_tasks(folder: Path) -> dict[str, Path]:
     return {
         **files,
         "relevance": _write_relevance(folder / "relevance.onnx"),
-        "pictures": _write_pictures(folder / "pictures.onnx"),
+        "images": _write_images(folder / "images.onnx"),
         "sounds": _write_sounds(folder / "sounds.onnx"),
         "series": forecaster(),
     }
@@ -74,8 +74,8 @@ def _write_relevance(path: Path) -> Path:
     )  # fmt: skip
 
 
-def _write_pictures(path: Path) -> Path:
-    """Write a classifier of pictures: its scores are the means of red, green and blue."""
+def _write_images(path: Path) -> Path:
+    """Write a classifier of images: its scores are the means of red, green and blue."""
     size = {"height": 4, "width": 4}
     shape = (m.BATCH_AXIS, 3, 4, 4)
     inputs = (m.RequestInput("pixels", "float32", shape, "data"),)
@@ -125,7 +125,7 @@ def sound(seconds: float, seed: int = 0, form: str = "WAV", rate: int = RATE) ->
     return file.getvalue()
 
 
-def picture(red: int, green: int, blue: int) -> bytes:
+def png(red: int, green: int, blue: int) -> bytes:
     """Return a PNG of one colour."""
     file = io.BytesIO()
     Image.new("RGB", (9, 7), (red, green, blue)).save(file, "PNG")

@@ -48,7 +48,7 @@ class Frames(nn.Module):
         return self.head(states + nn.functional.scaled_dot_product_attention(states, states, states))
 
 
-class Picture(nn.Module):
+class Image(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches, self.head = nn.Conv2d(3, WIDTH, 4, 4), nn.Linear(WIDTH, 5)
@@ -60,7 +60,7 @@ class Picture(nn.Module):
 ENTRIES = [
     Entry("none", "Decoder", Decoder, {"x": ids()}, "x"),
     Entry("none", "Frames", Frames, {"x": numbers(8, None)}),
-    Entry("none", "Picture", Picture, {"x": numbers(3, 8, 8)}, told={"axes": {"x": (0,)}}),
+    Entry("none", "Image", Image, {"x": numbers(3, 8, 8)}, told={"axes": {"x": (0,)}}),
 ]
 
 

@@ -177,7 +177,7 @@ def test_row_that_is_shorter_than_a_window_is_refused_where_torch_raises(name, t
             np.testing.assert_allclose(next(model.predict([ids])), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_picture_that_is_lower_than_a_patch_is_refused(tmp_path):
+def test_image_that_is_lower_than_a_patch_is_refused(tmp_path):
     torch.manual_seed(0)
     module, path = nn.Sequential(nn.Conv2d(3, WIDTH, (4, 8), (2, 8)), nn.AdaptiveAvgPool2d(1)), tmp_path / "model.onnx"
     export(module.eval(), path, {"input": torch.randn(2, 3, 12, 8)}, axes={"input": (0, 2)})

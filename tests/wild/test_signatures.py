@@ -188,7 +188,7 @@ def test_keys_that_are_reshaped_by_the_rows_of_another_input_export(tmp_path: Pa
 
 
 class Captioner(TinyDecoder):
-    """A decoder that reads patches of a picture (batch, 3, 32, 32) by cross-attention."""
+    """A decoder that reads patches of an image (batch, 3, 32, 32) by cross-attention."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class Captioner(TinyDecoder):
         return self.head(self.final_norm(x + F.scaled_dot_product_attention(self.norm(x), memory, memory)))
 
 
-def test_picture_of_one_size_needs_no_axes(tmp_path: Path) -> None:
+def test_image_of_one_size_needs_no_axes(tmp_path: Path) -> None:
     model, path = seeded(Captioner()), tmp_path / "model.onnx"
     example = {"image": torch.randn(1, 3, 32, 32), "ids": IDS[:1]}
     export(model, path, example, "ids", special_tokens=SPECIAL, max_length=BLOCK)
@@ -238,7 +238,7 @@ def test_channels_first_need_no_axes(tmp_path: Path) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
-class OnePicture(nn.Module):
+class OneImage(nn.Module):
     """(3, 32, 32) → scores (5,)."""
 
     def __init__(self):
@@ -250,7 +250,7 @@ class OnePicture(nn.Module):
 
 
 def test_single_pass_model_of_one_row_runs_batches(tmp_path: Path) -> None:
-    model, path = seeded(OnePicture()), tmp_path / "model.onnx"
+    model, path = seeded(OneImage()), tmp_path / "model.onnx"
     export(model, path, {"image": torch.randn(3, 32, 32)}, axes={"image": (None,)})
     images = torch.randn(4, 3, 32, 32)
     with torch.no_grad():

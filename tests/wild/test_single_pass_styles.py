@@ -427,7 +427,7 @@ def test_numbers_and_maps_of_rows_are_inputs(tmp_path: Path) -> None:
 
 
 class Patches(nn.Module):
-    """Pictures in patches of eight rows, of any height."""
+    """Images in patches of eight rows, of any height."""
 
     def __init__(self):
         super().__init__()

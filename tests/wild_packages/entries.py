@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wild_packages import carried_values, encoders, language_models, pictures, translators
+from wild_packages import carried_values, encoders, images, language_models, translators
 
 for _name in (
     "nms",
@@ -12,5 +12,5 @@ for _name in (
 ):  # torchvision cannot be imported without its operators, and a wheel for CUDA has none here
     torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-KINDS = (language_models, carried_values, translators, encoders, pictures)
+KINDS = (language_models, carried_values, translators, encoders, images)
 ENTRIES = {entry.name: entry for kind in KINDS for entry in kind.ENTRIES}

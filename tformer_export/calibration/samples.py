@@ -2,8 +2,8 @@
 
 A line of `--calibration FILE` is one of
 
-- a text, for a model without an encoder, which continues it. For a model that reads pictures in its prompt it may be
-  JSON with the pictures: {"input_ids": "<image> a text", "pixel_values": ["picture.png"]};
+- a text, for a model without an encoder, which continues it. For a model that reads images in its prompt it may be
+  JSON with the images: {"input_ids": "<image> a text", "pixel_values": ["image.png"]};
 - a source, a tab and its target;
 - a source alone, whose target is the greedy result of the unquantised file;
 - JSON, for a model without a tokenizer or with several inputs: a list of ids, or an object of the inputs' names, such
@@ -272,8 +272,8 @@ class _Reader:
         texts = all(name in manifest.tokenizer_of for name in (*names, *steps))
         self.plain = texts and len(names) == 1 and all(spec.role == "ids" for spec in sources)
         self.source = names[0]
-        pictures = names == list(image_inputs(manifest.preprocessing))
-        self.named = self.step is None and (pictures or audio_of(manifest) is not None)  # a line is the path of a file
+        images = names == list(image_inputs(manifest.preprocessing))
+        self.named = self.step is None and (images or audio_of(manifest) is not None)  # a line is the path of a file
 
     def samples(self, path: Path) -> Iterator[Sample]:
         for number, line in _text_lines(path, self.option):
@@ -291,7 +291,7 @@ class _Reader:
         if self.step is None:
             return replace(single_pass_sample(request), is_cut=is_cut)
         scored = max(start, 1)
-        for placeholder in self.manifest.placeholders.values():  # the text after the last picture is predicted
+        for placeholder in self.manifest.placeholders.values():  # the text after the last image is predicted
             scored = max(scored, 1 + int(np.flatnonzero(tokens == placeholder.token_id).max(initial=-1)))
         if not self.manifest.takes_prompt:
             scored = len(tokens)
@@ -299,7 +299,7 @@ class _Reader:
                 tokens = np.concatenate([tokens, self._target(target, tokens)])
         max_length = self.manifest.max_length
         if scored >= max_length:
-            raise InputError(f"its pictures take {scored} tokens and the model holds {max_length}")
+            raise InputError(f"its images take {scored} tokens and the model holds {max_length}")
         return Sample(request, tokens[:max_length], scored, is_cut or len(tokens) > max_length)
 
     def _read(self, source: Any) -> tuple[Mapping[str, np.ndarray], np.ndarray, int, bool]:
@@ -409,7 +409,7 @@ def _lacks_target(sample: Sample, engine: Engine) -> bool:
 
 
 def _prompt_with_items(line: str) -> Any:
-    """Return the object of a line of JSON, which has the pictures of its text; any other line as it is."""
+    """Return the object of a line of JSON, which has the images of its text; any other line as it is."""
     try:
         value = json.loads(line)
     except ValueError:

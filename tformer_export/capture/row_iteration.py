@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tformer_export.sources.pictures.joined_rows import Rows
+from tformer_export.sources.image_axes.joined_rows import Rows
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Rewrites of the traced graph into the forms that staging knows, one module each. None changes a result.
 
-placeholders        placeholder tokens, which rows of pictures replace
+placeholders        placeholder tokens, which rows of images replace
 last_position       models that return logits for the last position only
 own_first_token     a forward that replaces the first token of the step input by its own
 einsum              Einstein sums as matrix products

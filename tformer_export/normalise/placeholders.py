@@ -1,6 +1,6 @@
 """Rows that take the place of placeholders: `embeddings.masked_scatter(is_placeholder, rows)`.
 
-A model that reads pictures in a text computes a number of rows for each picture and puts them, in order, where its ids
+A model that reads images in a text computes a number of rows for each image and puts them, in order, where its ids
 are placeholders. `masked_scatter` and `embeddings[is_placeholder] = rows` do so for all rows of a batch at once, so
 that one row of the batch depends on the placeholders of those before it. Each sequence has as many placeholders as
 rows of its own, so the same follows from the sequence alone: placeholder number n of a sequence takes its row n.

@@ -45,7 +45,7 @@ class StatisticsReader:
     def read(self, samples: Sequence[Sample], names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
         """Yield the outputs of these names on batches of samples of one length: name → array (…, width).
 
-        Outputs of the encode stage are missing for requests without items, such as pictures, which are not encoded.
+        Outputs of the encode stage are missing for requests without items, such as images, which are not encoded.
         """
         manifest = self._engine.manifest
         encoded = {extra.name for extra in manifest.encode.extras} if manifest.encode else set()

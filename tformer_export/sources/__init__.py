@@ -18,7 +18,7 @@ untrusted_files      files of a source: regular, bounded, inside their folder
 forward_errors       runs of forward, and its errors as sentences
 outcome              the meaning of outputs, by the caller's task
 finish               the caller's overrides of a source
-pictures/            modules around models that read pictures in their prompt
+image_axes/          modules around models that read images in their prompt
 """
 
 from tformer_export.common.derived_inputs import Mask, causal, lengths, padding, positions

@@ -22,8 +22,8 @@ from tformer_export.sources.call.containers import WithContainers
 from tformer_export.sources.call.encode_decode import EncodeDecode
 from tformer_export.sources.call.one_row import OverRows
 from tformer_export.sources.call.signature import parameters_of
-from tformer_export.sources.pictures.grid import GridPicturesModule
-from tformer_export.sources.pictures.one_size import PicturesModule
+from tformer_export.sources.image_axes.grid import GridImagesModule
+from tformer_export.sources.image_axes.one_size import ImagesModule
 from tformer_export.sources.pooled_module import Pipeline, PooledModule
 from tformer_runtime.base.errors import OptionError, SourceError
 from tformer_runtime.format.manifest import ADAPTER_INPUT, OutputMeaning, Placeholder, Preprocessing, SpecialTokens
@@ -60,9 +60,9 @@ class Source:
         By default it consists of the tokenizer and `module`.
     reads_pairs: whether the model takes pairs of texts.
     series: the description of a series, as `analysis.series` reads it; None for models without one.
-    preprocessing: name of an input → its preprocessing of raw data, such as pictures or sounds.
-    placeholders: name of a request input → how its items, such as pictures, stand among the ids of the step input.
-    prompt_pipeline: the model's own way from a text and its pictures to its inputs, without a batch axis.
+    preprocessing: name of an input → its preprocessing of raw data, such as images or sounds.
+    placeholders: name of a request input → how its items, such as images, stand among the ids of the step input.
+    prompt_pipeline: the model's own way from a text and its images to its inputs, without a batch axis.
     min_lengths: name of an input → the least number of its positions, where it is more than one.
     length_order: pairs of axes of request inputs of which forward needs the first no longer than the second.
     decode_output: the model's own way from an output to a text.
@@ -158,9 +158,9 @@ def users_module(module: nn.Module) -> nn.Module:
         (
             Adapter,
             EncodeDecode,
-            GridPicturesModule,
+            GridImagesModule,
             OverRows,
-            PicturesModule,
+            ImagesModule,
             PooledModule,
             WithAdapters,
             WithContainers,

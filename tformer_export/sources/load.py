@@ -51,7 +51,7 @@ def load_source(
     tokenizer: bool = True,
     task: str | None = None,
     head: Sequence[str] | None = None,
-    picture_size: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> Source:
     """Load a model.
 
@@ -64,14 +64,14 @@ def load_source(
     tokenizer: whether to read the tokenizer of a folder.
     head: submodules that are applied to the first output of forward.
     task: the task for which to load a folder; by default that of its class.
-    picture_size: height and width of the pictures of a prompt, for a folder whose model reads them at their own size.
+    image_size: height and width of the images of a prompt, for a folder whose model reads them at their own size.
 
     Raises SourceError for a model that cannot be loaded, OptionError for arguments that do not fit it.
     """
     text = find_source(spec, revision, factory)
     try:
         with memory_errors(), exits_refused():
-            return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, picture_size)
+            return _load(text, step_input, factory, config, trust_pickle, trust, tokenizer, task, head, image_size)
     except TformerError:
         raise
     except Exception as error:  # a damaged file leads the code that reads it into any error
@@ -88,7 +88,7 @@ def _load(
     tokenizer: bool,
     task: str | None,
     head: Sequence[str] | None,
-    picture_size: tuple[int, int] | None,
+    image_size: tuple[int, int] | None,
 ) -> Source:
     path = Path(text)
     settings = None if config is None else Path(config)
@@ -99,8 +99,8 @@ def _load(
         raise OptionError(f"--factory makes the module for a state dict, which {text} is not")
     if head and (path.is_dir() or is_program(path)):
         raise OptionError(f"--head names a part of a module, and {text} is a folder or a program: leave it out")
-    if picture_size is not None and not (path.is_dir() or is_weights_file(path)):
-        raise OptionError(f"--picture-size is for a Hugging Face folder, which {text} is not")
+    if image_size is not None and not (path.is_dir() or is_weights_file(path)):
+        raise OptionError(f"--image-size is for a Hugging Face folder, which {text} is not")
     if is_factory:
         return from_factory(text, settings, step_input, head)
     if not path.exists():
@@ -110,13 +110,13 @@ def _load(
         )
     refuse_special_files(path)
     if path.is_dir():
-        return from_folder(path, step_input, tokenizer, task, picture_size)
+        return from_folder(path, step_input, tokenizer, task, image_size)
     if is_program(path):
         return from_file(path, step_input, trust_pickle)
     if factory is not None:
         return from_state(path, factory, settings, step_input, head)
     if is_weights_file(path) and not trust_pickle:
-        return from_folder(folder_of_weights(path), step_input, tokenizer, task, picture_size)
+        return from_folder(folder_of_weights(path), step_input, tokenizer, task, image_size)
     if trust_pickle:
         try:
             load_checkpoint(path)

@@ -11,7 +11,7 @@ FEATURES, CLASSIFIES = "feature-extraction", "text-classification"
 LABELS_TOKENS, ANSWERS, FILLS = "token-classification", "question-answering", "fill-mask"
 IMAGE_FEATURES, CLASSIFIES_IMAGES = "image-feature-extraction", "image-classification"
 CLASSES = (CLASSIFIES, CLASSIFIES_IMAGES)  # tasks with one label or several for an input as a whole
-ANSWERS_PICTURES = "image-text-to-text"
+ANSWERS_IMAGES = "image-text-to-text"
 RECOGNIZES = "automatic-speech-recognition"
 TASKS = {  # automatic class → task; the first one that lists a class counts
     "AutoModelForCausalLM": GENERATES,
@@ -24,7 +24,7 @@ TASKS = {  # automatic class → task; the first one that lists a class counts
     "AutoModelForCTC": RECOGNIZES,
     "AutoModelForSpeechSeq2Seq": RECOGNIZES,
     "AutoModelForTextEncoding": FEATURES,
-    "AutoModelForImageTextToText": ANSWERS_PICTURES,
+    "AutoModelForImageTextToText": ANSWERS_IMAGES,
     "AutoModel": FEATURES,
 }
 

@@ -10,6 +10,6 @@ torch_reference  run the source model
 forecasts        whole forecasts
 end_to_end       from raw inputs to results
 speech           from sound to text
-prompts          from texts with pictures to ids and pixels
+prompts          from texts with images to ids and pixels
 golden/          requests and results, by which other runtimes prove themselves
 """

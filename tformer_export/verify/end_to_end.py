@@ -18,7 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from tformer_export.sources import Source
 from tformer_export.sources.base import build_mask
-from tformer_export.sources.hugging_face.images import draw_pictures, make_pixel_pipeline
+from tformer_export.sources.hugging_face.images import draw_images, make_pixel_pipeline
 from tformer_export.sources.pooled_module import Pipeline
 from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_pipeline
 from tformer_export.sources.task_names import CLASSES
@@ -72,7 +72,7 @@ def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | N
     if (prompts := check_prompts(source, engine)) is not None:
         return RawParity(prompts[0], prompts[0], images=prompts[1])
     input_names = source.caller_inputs
-    images = draw_pictures(seed=1) if input_names == list(image_inputs(source.preprocessing)) else []
+    images = draw_images(seed=1) if input_names == list(image_inputs(source.preprocessing)) else []
     if source.step_input is not None or not (images or (len(input_names) == 1 and input_names[0] in source.tokenizers)):
         return None
     model, task = Model(engine), task_of(engine.manifest)

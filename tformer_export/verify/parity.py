@@ -49,7 +49,7 @@ RAGGED_ROWS = "ragged rows"
 ADAPTERS = "a row for each adapter"
 LONG_ROW = "a long row"
 RAGGED_LENGTHS = (6, 11, 2, 8)  # lengths of rows that run together
-ITEMS = (2, 0, 1, 3)  # items with placeholders, such as pictures, of the rows of a case
+ITEMS = (2, 0, 1, 3)  # items with placeholders, such as images, of the rows of a case
 MAX_CHECKED_LENGTH = 1024  # tokens of the longest compared prompt; tables beyond are proven but not run
 
 

@@ -8,5 +8,5 @@ generation, vectors, forecasting, transcription   jobs with their own output for
 errors       errors as one sentence and an exit status
 result_file  an output file that a later run can resume
 tables       `--ray`: rows of files, on many machines
-heatmaps     attention weights as pictures
+heatmaps     attention weights as images
 """

@@ -45,7 +45,7 @@ _RUN_FLAGS = {
     "image": Flag(
         "--image",
         "FILE",
-        "Put a picture into each prompt: before the message with --chat, else where the text names it. Repeatable.",
+        "Put an image into each prompt: before the message with --chat, else where the text names it. Repeatable.",
         list,
         repeated=True,
     ),
@@ -94,7 +94,7 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
     if flag_values.get("chat") and options.ids:
         raise click.UsageError("--chat puts texts into a template: not with --ids")
     if options.resume and draws:
-        raise click.UsageError("--resume cannot continue pictures: not with --cross-attentions OUT.png")
+        raise click.UsageError("--resume cannot continue images: not with --cross-attentions OUT.png")
     for name in ("hidden_states", "timing", "top_logprobs", "cross_attentions"):
         if flag_values.get(name) and not options.as_json and not (name == "cross_attentions" and draws):
             flag = "--cross-attentions -" if name == "cross_attentions" else f"--{name.replace('_', '-')}"
@@ -104,12 +104,12 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
 class GenerationJob(Job):
     def __init__(self, flag_values: Mapping[str, Any], options: RunOptions) -> None:
         texts = {name: text for name, text in flag_values.items() if name not in {**_OUTPUT_FLAGS, **_RUN_FLAGS}}
-        draft, picture = texts.pop("draft_model", None), flag_values.get("cross_attentions")
+        draft, heat_map = texts.pop("draft_model", None), flag_values.get("cross_attentions")
         self.as_json, self.ids, self.timing = options.as_json, options.ids, bool(flag_values.get("timing"))
         self.options = generation_options(
             texts,
             options.ids,
-            cross_attentions=True if picture else None,
+            cross_attentions=True if heat_map else None,
             hidden_states=flag_values.get("hidden_states") or None,
             shortlist=False if flag_values.get("no_shortlist") else None,
         )
@@ -121,9 +121,9 @@ class GenerationJob(Job):
         self._keeps_line_breaks = False  # in texts; see `results`
         self._manifest: Manifest  # set by `prepare`, as the next two
         self._prompt: Callable[..., Input]  # Model.prompt
-        self._pictured: Callable[..., Input]  # Model.pictured_prompt
+        self._image_prompt: Callable[..., Input]  # Model.image_prompt
         self.max_memory = bytes_of(flag_values["max_memory"]) if flag_values.get("max_memory") is not None else None
-        self.heat_maps = HeatMapWriter(Path(picture), options.force) if picture not in (None, "-") else None
+        self.heat_maps = HeatMapWriter(Path(heat_map), options.force) if heat_map not in (None, "-") else None
         self.can_resume = self.heat_maps is None
         names = {name: flag.flag for flags in GROUPS.values() for name, flag in flags.items()}
         draft_file = {"--draft-model": file_fingerprint(self.draft)} if self.draft and options.output_file else {}
@@ -140,10 +140,10 @@ class GenerationJob(Job):
         if self.chats:
             return self._prompt(_with_images(messages_of_line(line), self.images), self.system)
         prompt = line_input(line, self._manifest, self.ids)
-        return self._pictured(prompt, self.images) if self.images else prompt
+        return self._image_prompt(prompt, self.images) if self.images else prompt
 
     def prepare(self, model: Model, device: str, threads: int | None) -> None:
-        self._manifest, self._prompt, self._pictured = model.manifest, model.prompt, model.pictured_prompt
+        self._manifest, self._prompt, self._image_prompt = model.manifest, model.prompt, model.image_prompt
         if self.draft:
             # More threads would wait for the spinning threads of the model: docs/generation.md.
             self.options = self.options.replace({"draft_model": Model.load(self.draft, device, threads=1)})
@@ -203,7 +203,7 @@ class GenerationJob(Job):
 
 
 def _with_images(messages: Any, images: list[str]) -> Any:
-    """Return the messages with pictures before the last one.
+    """Return the messages with images before the last one.
 
     Raise InputError for a last message that is not a text.
     """
@@ -213,9 +213,9 @@ def _with_images(messages: Any, images: list[str]) -> Any:
     content = last.get("content") if isinstance(last, Mapping) else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise InputError("--image puts pictures before a message, and the last of these messages has no content")
-    pictures = [{"type": "image", "image": image} for image in images]
-    return [*before, {**last, "content": [*pictures, *parts]}]
+        raise InputError("--image puts images before a message, and the last of these messages has no content")
+    image_parts = [{"type": "image", "image": image} for image in images]
+    return [*before, {**last, "content": [*image_parts, *parts]}]
 
 
 def _numbers(array: Any) -> Any:

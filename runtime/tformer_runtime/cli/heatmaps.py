@@ -39,7 +39,7 @@ FORMATS = (".png", ".pdf", ".svg")
 CELL_INCHES = 0.28  # side of a cell, so that its label fits
 HEAD_CELL_INCHES = 0.14  # side of a cell of an attention map, which has a square of cells per head
 HEAD_LABEL_INCHES = 0.09  # height of a label there
-MAX_SIDE_INCHES = 40.0  # of a picture; in a larger one cells are smaller and some labels are left out
+MAX_SIDE_INCHES = 40.0  # of an image; in a larger one cells are smaller and some labels are left out
 
 
 class HeatMapWriter:
@@ -48,9 +48,9 @@ class HeatMapWriter:
     flag = "--cross-attentions"
 
     def __init__(self, path: Path, force: bool) -> None:
-        """Check before the run that the pictures can be written.
+        """Check before the run that the images can be written.
 
-        path: the file of the picture. force: overwrite existing files.
+        path: the file of the image. force: overwrite existing files.
         Raise OptionError for an unknown format, MissingExtraError without matplotlib, OutputError for a file that
         exists.
         """
@@ -119,12 +119,12 @@ class HeatMapWriter:
 
     def _draw(self, path: Path, model: Model, result: Result, value: Input) -> None:
         self._check_absent(path)
-        self._draw_picture(path, model, result, value)
+        self._draw_image(path, model, result, value)
 
     def _check_drawable(self, model: Model, value: Input) -> None:
-        """Raise InputError for an input that has a result but no picture."""
+        """Raise InputError for an input that has a result but no image."""
 
-    def _draw_picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
+    def _draw_image(self, path: Path, model: Model, result: Any, value: Input) -> None:
         if result.cross_attentions is not None:
             heat_map(path, result.cross_attentions, *model.labels(value, result))
 
@@ -135,7 +135,7 @@ class HeatMapWriter:
 
 
 class AttentionMapWriter(HeatMapWriter):
-    """Draws the self-attention of each input. The model runs a second time for each picture."""
+    """Draws the self-attention of each input. The model runs a second time for each image."""
 
     flag = "--attentions"
 
@@ -149,7 +149,7 @@ class AttentionMapWriter(HeatMapWriter):
     def _check_drawable(self, model: Model, value: Input) -> None:
         model.calls.single_request(value, self._truncate, self._settings)
 
-    def _draw_picture(self, path: Path, model: Model, result: Any, value: Input) -> None:
+    def _draw_image(self, path: Path, model: Model, result: Any, value: Input) -> None:
         attention_maps(path, *model.attentions(value, self._truncate, self._adapter, **self._settings))
 
 
@@ -224,7 +224,7 @@ def _tile_heads(weights: Array) -> Array:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write the picture atomically. Raise OutputError if it cannot be written."""
+    """Write the image atomically. Raise OutputError if it cannot be written."""
     with replaced_file(path) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks are drawn as boxes
         figure.savefig(file, format=path.suffix[1:].lower(), dpi=120)

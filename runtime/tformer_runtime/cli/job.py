@@ -84,7 +84,7 @@ class Job:
     header: from a number of inputs to the bytes before their results, of one length for any number; None without one.
     can_resume: whether another run can continue this one.
     streams: whether inputs are run one by one, and text is written during generation.
-    heat_maps: the writer of a picture per input; None without pictures.
+    heat_maps: the writer of an image per input; None without images.
     max_memory: bytes of the caches; None without a limit.
     """
 
@@ -122,7 +122,7 @@ class Job:
         from tformer_runtime.cli.heatmaps import AttentionMapWriter  # its imports include the tasks
 
         if options.resume:
-            raise OptionError("--resume cannot continue pictures: leave out --attentions")
+            raise OptionError("--resume cannot continue images: leave out --attentions")
         if not any(extra.kind == ATTENTIONS for extra in self.task.manifest.extras):
             raise UnsupportedCallError(
                 "the file holds no attention weights to draw: export the model with --attentions "

@@ -136,7 +136,7 @@ def make_request(
     if cached_prefix is not None:
         if any(len(items) for items in sources.values()):
             raise InputError(
-                f"{', '.join(sources)} cannot follow a cached prefix, whose pictures are read at once: put them "
+                f"{', '.join(sources)} cannot follow a cached prefix, whose images are read at once: put them "
                 "into the prefix, or leave the prefix out"
             )
         prompt = np.concatenate([cached_prefix.token_ids, prompt])

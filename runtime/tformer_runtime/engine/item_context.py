@@ -1,4 +1,4 @@
-"""The context of requests with items, such as the pictures of a prompt. A request may have none.
+"""The context of requests with items, such as the images of a prompt. A request may have none.
 
 Each request with items is encoded alone, so that no request pays for the items of another. The rows of context that a
 request has besides those of its items hold NaN, and there is at least one: the file takes them for "no item".

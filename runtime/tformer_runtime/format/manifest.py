@@ -318,7 +318,7 @@ class Preprocessing(Struct, frozen=True):
 
 
 class Placeholder(Struct, frozen=True):
-    """How the items of a request input, such as the pictures of a prompt, stand among the ids of the step input.
+    """How the items of a request input, such as the images of a prompt, stand among the ids of the step input.
 
     The input has an axis of items after the batch axis. Each item has `positions` placeholders in the prompt, whose
     embeddings the encode stage computes: the placeholders of a row take them in order.
@@ -326,8 +326,8 @@ class Placeholder(Struct, frozen=True):
     token_id: the id of a placeholder.
     marker: the text that stands for an item in a caller's text; empty in a file without a tokenizer.
     replacement: the text that replaces a marker before the text is tokenized.
-    grids: "rows x columns" of a picture that is cut into tiles → the texts before, between and after the tiles'
-        placeholders. Each tile is an item. Empty for pictures that are one item each.
+    grids: "rows x columns" of an image that is cut into tiles → the texts before, between and after the tiles'
+        placeholders. Each tile is an item. Empty for images that are one item each.
     """
 
     token_id: Index

@@ -11,7 +11,7 @@ chat_template    a conversation → a prompt
 template_worker  the process in which a chat template runs
 audio, images    a file or an array → features
 tiles            a large image → a grid of tiles
-prompt_items     a prompt with pictures → its text and the pictures' pixels
+prompt_items     a prompt with images → its text and the images' pixels
 series           columns of numbers: normalization and windows
 csv_series       a CSV file → a series
 ctc              scores of tokens at each frame → text

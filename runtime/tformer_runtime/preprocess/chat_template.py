@@ -14,11 +14,11 @@ from tformer_runtime.base.errors import InputError, MissingExtraError, Unsupport
 from tformer_runtime.base.extras import install_command
 from tformer_runtime.format.manifest import Manifest
 
-Message = Mapping[str, Any]  # "role" and "content": a text, or parts with pictures
+Message = Mapping[str, Any]  # "role" and "content": a text, or parts with images
 Tools = Sequence[Mapping[str, Any]]  # descriptions of functions, in the form of OpenAI's API and of transformers
 MAX_TEMPLATE_SECONDS = 5  # of processor time; those of transformers' models take milliseconds
 MAX_REPLY_SECONDS = 15.0  # of any time, for a system without a limit of processor time, or a process that stands still
-PICTURE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
+IMAGE_KEYS = ("image", "path", "base64", "url")  # of a part of a message, as in transformers
 
 
 class Template(Protocol):
@@ -65,28 +65,28 @@ def messages_of_line(line: str) -> Any:
         return line  # a text that begins with a bracket
 
 
-def pictures_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the pictures of a conversation in their order. Raise InputError for one that would be downloaded."""
+def images_of(messages: Sequence[Message]) -> list[Any]:
+    """Return the images of a conversation in their order. Raise InputError for one that would be downloaded."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [_picture_of(part) for content in contents for part in content if part["type"] == "image"]
+    return [_image_of(part) for content in contents for part in content if part["type"] == "image"]
 
 
-def _picture_of(part: Mapping[Any, Any]) -> Any:
-    """Return the picture of a part of a message."""
-    key = next(key for key in PICTURE_KEYS if part.get(key) is not None)
-    picture = part[key]
-    if isinstance(picture, str) and picture.startswith(("http://", "https://")):
-        raise InputError(f"{picture} is not downloaded: give the name of a file, or the picture itself")
+def _image_of(part: Mapping[Any, Any]) -> Any:
+    """Return the image of a part of a message."""
+    key = next(key for key in IMAGE_KEYS if part.get(key) is not None)
+    image = part[key]
+    if isinstance(image, str) and image.startswith(("http://", "https://")):
+        raise InputError(f"{image} is not downloaded: give the name of a file, or the image itself")
     if key != "base64":
-        return picture
+        return image
     try:
-        return binascii.a2b_base64(picture, strict_mode=True)
+        return binascii.a2b_base64(image, strict_mode=True)
     except (TypeError, ValueError) as error:
-        raise InputError(f"the base64 text of a picture is damaged: {error}") from error
+        raise InputError(f"the base64 text of an image is damaged: {error}") from error
 
 
-def without_pictures(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation for the chat template, which places pictures and does not read them."""
+def without_images(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation for the chat template, which places images and does not read them."""
 
     def placed(part: Mapping[Any, Any]) -> Mapping[Any, Any]:
         return {**part, "image": "", "base64": ""} if part["type"] == "image" else part
@@ -106,14 +106,14 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether a value is a text or a picture of a message."""
+    """Return whether a value is a text or an image of a message."""
     if not isinstance(value, Mapping):
         return False
-    return isinstance(value.get("text"), str) if value.get("type") == "text" else _is_picture_part(value)
+    return isinstance(value.get("text"), str) if value.get("type") == "text" else _is_image_part(value)
 
 
-def _is_picture_part(value: Mapping[Any, Any]) -> bool:
-    return value.get("type") == "image" and any(value.get(key) is not None for key in PICTURE_KEYS)
+def _is_image_part(value: Mapping[Any, Any]) -> bool:
+    return value.get("type") == "image" and any(value.get(key) is not None for key in IMAGE_KEYS)
 
 
 def compile_template(text: str, tokens: Mapping[str, str]) -> Template:

@@ -42,10 +42,10 @@ SIZE_NAMES = (  # the sets of keys of a size
     {"longest_edge"},  # with tiles
 )
 MAX_PIXELS = 61_000_000  # two copies of 4 bytes take 465 MiB; a small compressed file could fill the memory
-MAX_PICTURE_EDGE = 1 << 20  # Pillow keeps an address for each row, and numbers for each column that it resizes
+MAX_IMAGE_EDGE = 1 << 20  # Pillow keeps an address for each row, and numbers for each column that it resizes
 MAX_COPIED_PIXELS = 25_000_000  # of the formats whose decoders hold four copies
 COPYING_FORMATS = {"WEBP", "AVIF", "HEIF", "JPEG2000"}
-MAX_RESIZED_PIXELS = 1 << 25  # of a picture before its crop. A long thin picture grows by far with its shorter edge.
+MAX_RESIZED_PIXELS = 1 << 25  # of an image before its crop. A long thin image grows by far with its shorter edge.
 MAX_MODEL_PIXELS = 1 << 24  # of the pixels of a model, which take 12 bytes each
 MAX_TILES = 1 << 14
 CHUNK_PIXELS = 1 << 20  # that are float64 at one time
@@ -114,7 +114,7 @@ class ImagePreprocessor(Struct, frozen=True):
         with _errors_as_input_errors(name):
             opened = _open(image, name)
             opened.load()
-            _with_pixels(opened, name)  # a picture in an .ico file has a size of its own
+            _with_pixels(opened, name)  # an image in an .ico file has a size of its own
             converted = self.converted(opened)
         resized, grid = self._resize(converted, name), NO_GRID
         if not self.tile:
@@ -219,7 +219,7 @@ class ImagePreprocessor(Struct, frozen=True):
         if any(len(edges) == 2 and edges[0] * edges[1] > MAX_MODEL_PIXELS for edges in areas):
             raise ValueError(f"the pixels of a model are at most {MAX_MODEL_PIXELS:,}")
         if self.tile and (min(self.size["longest_edge"], MAX_EDGE) // self.tile) ** 2 > MAX_TILES:
-            raise ValueError(f"a picture has at most {MAX_TILES:,} tiles")
+            raise ValueError(f"an image has at most {MAX_TILES:,} tiles")
         if self.tile == 0 and set(self.size) == {"longest_edge"}:
             raise ValueError("a longest edge alone is for tiles")
         if self.resample not in FILTERS:
@@ -251,7 +251,7 @@ def image_inputs(preprocessing: Mapping[str, Preprocessing]) -> dict[str, ImageP
     return {name: ImagePreprocessor.of(entry) for name, entry in preprocessing.items() if entry.kind == IMAGE}
 
 
-def is_picture(value: Any) -> bool:
+def is_image(value: Any) -> bool:
     """Return whether a value is an image. Arrays of other types than uint8, and lists of numbers, are pixels."""
     if isinstance(value, np.ndarray):
         return bool(value.dtype == np.uint8)
@@ -304,7 +304,7 @@ def _open(source: Any, name: str) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the check below refuses such an image
             Image.init()
             image = Image.open(file, formats=[kind for kind in Image.ID if kind not in OTHER_PROGRAMS])
-        ImageOps.exif_transpose(_with_pixels(image, name), in_place=True)  # which copies no picture that is upright
+        ImageOps.exif_transpose(_with_pixels(image, name), in_place=True)  # which copies no image that is upright
         return image
     elif isinstance(source, (list, tuple)) and len(source) == 2:
         raise InputError("the input is two images: give one; only --similarity takes pairs")
@@ -324,10 +324,10 @@ def _with_pixels(image: Image, name: str) -> Image:
         raise _too_large(f"{name} is {image.width} × {image.height} pixels", limit)
     if not image.width * image.height:
         raise InputError(f"{name} has no pixels")
-    if max(image.size) > MAX_PICTURE_EDGE:
+    if max(image.size) > MAX_IMAGE_EDGE:
         raise InputError(
-            f"{name} is {image.width} × {image.height} pixels, and an edge has at most {MAX_PICTURE_EDGE:,} of them: "
-            "cut the picture"
+            f"{name} is {image.width} × {image.height} pixels, and an edge has at most {MAX_IMAGE_EDGE:,} of them: "
+            "cut the image"
         )
     return image
 

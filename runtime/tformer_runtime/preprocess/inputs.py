@@ -21,10 +21,10 @@ from tformer_runtime.preprocess.chat_template import (
     Message,
     Template,
     Tools,
-    pictures_of,
-    without_pictures,
+    images_of,
+    without_images,
 )
-from tformer_runtime.preprocess.images import image_inputs, is_picture
+from tformer_runtime.preprocess.images import image_inputs, is_image
 from tformer_runtime.preprocess.prompt_items import PromptItems
 from tformer_runtime.preprocess.text_reader import Pair, TextReader, TextWindow
 from tformer_runtime.preprocess.tokenizer import Codec
@@ -129,7 +129,7 @@ class Inputs:
 
         The prompt of a model with an encoder is its start tokens. The prompt of a decoder-only model is the start
         tokens and a text, or the ids of the caller without start tokens unless there are none. A model that reads
-        pictures in its prompt takes a mapping with both (`prompt_items`).
+        images in its prompt takes a mapping with both (`prompt_items`).
 
         starts_prompt: whether the input is the beginning of the prompt: start tokens, and the special tokens that the
             tokenizer puts before a text, go before it.
@@ -166,13 +166,13 @@ class Inputs:
         return sources, np.concatenate([start, ids]), len(start)
 
     def conversation_input(self, template: Template, messages: Sequence[Message], tools: Tools | None = None) -> Input:
-        """Return the prompt of a conversation: its ids, with the pixels of its pictures if the model reads pictures."""
+        """Return the prompt of a conversation: its ids, with the pixels of its images if the model reads images."""
         if self._prompt_items is None and not all(isinstance(message["content"], str) for message in messages):
-            raise InputError('the model reads no pictures: the "content" of each message is a text')
-        text = template(without_pictures(messages), tools)
+            raise InputError('the model reads no images: the "content" of each message is a text')
+        text = template(without_images(messages), tools)
         if self._prompt_items is None:
             return self.ids(self._step, text, add_special_tokens=False)
-        prompt = {self._step: text, self._prompt_items.spec.name: pictures_of(messages)}
+        prompt = {self._step: text, self._prompt_items.spec.name: images_of(messages)}
         text, sources = self._prompt_items.read(prompt, self._step)
         return {self._step: self.ids(self._step, text, add_special_tokens=False), **sources}
 
@@ -397,7 +397,7 @@ class Inputs:
             if spec.max_length is not None and len(ids) > spec.max_length:
                 raise InputError(f"the input is {len(ids)} tokens long and the model takes at most {spec.max_length}")
             return ids
-        if (images := self._images.get(spec.name)) is not None and is_picture(value):
+        if (images := self._images.get(spec.name)) is not None and is_image(value):
             value = images.pixels(value)
         if self._audio is not None and self._audio[0] == spec.name:
             value = self._audio[1].from_samples(value)

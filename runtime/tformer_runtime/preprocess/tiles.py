@@ -1,4 +1,4 @@
-"""Pictures that are cut into a grid of square tiles, which the picture as a whole follows, resized to one tile.
+"""Images that are cut into a grid of square tiles, which the image as a whole follows, resized to one tile.
 
 The formulas are those of transformers, with their roundings.
 """
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Grid = tuple[int, int]  # rows and columns; (0, 0) for a picture that is one tile
+Grid = tuple[int, int]  # rows and columns; (0, 0) for an image that is one tile
 NO_GRID: Grid = (0, 0)
-MAX_EDGE = 4096  # of a picture before it is cut, whatever its longest edge is to be
+MAX_EDGE = 4096  # of an image before it is cut, whatever its longest edge is to be
 
 
 def rescaled_size(longest_edge: int, height: int, width: int) -> tuple[int, int]:
-    """Return the size of a picture whose longer edge is scaled to a number. The shorter edge is even."""
+    """Return the size of an image whose longer edge is scaled to a number. The shorter edge is even."""
     ratio = width / height
     if width >= height:
         width, height = longest_edge, int(longest_edge / ratio)
@@ -36,7 +36,7 @@ def rescaled_size(longest_edge: int, height: int, width: int) -> tuple[int, int]
 
 
 def whole_tiles_size(tile: int, height: int, width: int) -> tuple[int, int]:
-    """Return the size of a picture whose edges are enlarged to multiples of a tile's."""
+    """Return the size of an image whose edges are enlarged to multiples of a tile's."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile
@@ -48,7 +48,7 @@ def whole_tiles_size(tile: int, height: int, width: int) -> tuple[int, int]:
 
 
 def grid_of(tile: int, height: int, width: int) -> Grid:
-    """Return the grid of a picture whose edges are multiples of a tile's."""
+    """Return the grid of an image whose edges are multiples of a tile's."""
     return (height // tile, width // tile) if max(height, width) > tile else NO_GRID
 
 
@@ -58,7 +58,7 @@ def grid_name(grid: Grid) -> str:
 
 
 def reachable_grids(size: Mapping[str, int], tile: int) -> dict[Grid, tuple[int, int]]:
-    """Return the grids of all pictures whose longer edge is scaled, each with the size of a picture that has it."""
+    """Return the grids of all images whose longer edge is scaled, each with the size of an image that has it."""
     edge = size["longest_edge"]
     grids: dict[Grid, tuple[int, int]] = {}
     for short in range(1, edge + 1):
@@ -68,9 +68,9 @@ def reachable_grids(size: Mapping[str, int], tile: int) -> dict[Grid, tuple[int,
     return grids
 
 
-def cut(picture: Image, tile: int, resample: int) -> list[Image]:
-    """Cut a picture, whose edges are multiples of a tile's, into tiles row by row. The whole picture follows them."""
-    if grid_of(tile, picture.height, picture.width) == NO_GRID:
-        return [picture]
-    corners = [(x, y) for y in range(0, picture.height, tile) for x in range(0, picture.width, tile)]
-    return [*(picture.crop((x, y, x + tile, y + tile)) for x, y in corners), picture.resize((tile, tile), resample)]
+def cut(image: Image, tile: int, resample: int) -> list[Image]:
+    """Cut an image, whose edges are multiples of a tile's, into tiles row by row. The whole image follows them."""
+    if grid_of(tile, image.height, image.width) == NO_GRID:
+        return [image]
+    corners = [(x, y) for y in range(0, image.height, tile) for x in range(0, image.width, tile)]
+    return [*(image.crop((x, y, x + tile, y + tile)) for x, y in corners), image.resize((tile, tile), resample)]

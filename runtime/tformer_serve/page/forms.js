@@ -151,7 +151,7 @@ function alignment(model, signal) {
 
 /** @type {MakeForm} */
 function classes(model, signal) {
-  if (model.tformer.reads === "pictures") return pictureClasses(model, signal);
+  if (model.tformer.reads === "images") return imageClasses(model, signal);
   const text = area();
   return form("Classify", [field("Text", text)], signal, async (result, ended) => {
     const body = { model: model.id, inputs: [text.value], top_k: 10 };
@@ -172,13 +172,13 @@ function classTable(result) {
 }
 
 /** @type {MakeForm} */
-function pictureClasses(model, signal) {
-  const picture = element("input", { type: "file", accept: "image/*", required: true });
-  return form("Classify", [field("Picture", picture)], signal, async (result, ended) => {
-    const file = fileOf(picture);
+function imageClasses(model, signal) {
+  const input = element("input", { type: "file", accept: "image/*", required: true });
+  return form("Classify", [field("Image", input)], signal, async (result, ended) => {
+    const file = fileOf(input);
     const body = { model: model.id, inputs: [{ base64: await base64(file) }], top_k: 10 };
     const { results } = await post("/v1/classify", body, ended);
-    const image = { class: "preview", alt: `The picture ${file.name}`, src: urlOf(file, signal) };
+    const image = { class: "preview", alt: `The image ${file.name}`, src: urlOf(file, signal) };
     result.replaceChildren(element("img", image), classTable(results[0]));
   });
 }
@@ -271,7 +271,7 @@ function fill(model, signal) {
 
 /** @type {MakeForm} */
 function similarity(model, signal) {
-  if (model.tformer.reads !== "text") return element("p", {}, "The form is for texts: the API compares pictures.");
+  if (model.tformer.reads !== "text") return element("p", {}, "The form is for texts: the API compares images.");
   const one = area();
   const other = area();
   return form("Compare", [field("One text", one), field("Another", other)], signal, async (result, ended) => {

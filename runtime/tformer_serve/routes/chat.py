@@ -59,7 +59,7 @@ class _Work:
         """Return the prompt of the conversation. The template runs in a process of its own, with limits."""
         model = self._served.model
         has_places = bool(model.manifest.placeholders)
-        messages = await on_body(self._exchange, self._body.conversation, has_places)  # pictures are in base64
+        messages = await on_body(self._exchange, self._body.conversation, has_places)  # images are in base64
         descriptions = self._body.descriptions()
         return await run_limited(
             self._state.models.templates, self._exchange, model.prompt, messages, None, descriptions

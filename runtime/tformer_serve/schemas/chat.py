@@ -23,7 +23,7 @@ class TextPart(RequestBody):
 
 
 class ImageUrl(RequestBody):
-    """A picture. url: data:image/…;base64,…"""
+    """An image. url: data:image/…;base64,…"""
 
     harmless: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {"detail": ("auto",)}
 
@@ -51,19 +51,19 @@ class ChatMessage(RequestBody):
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
-    def for_template(self, reads_pictures: bool) -> dict[str, Any]:
-        """Return the message as chat templates read it. Raise InputError for a picture that is not in the request."""
+    def for_template(self, reads_images: bool) -> dict[str, Any]:
+        """Return the message as chat templates read it. Raise InputError for an image that is not in the request."""
         if self.content is None and not self.tool_calls:
             raise InputError("a message needs a content")
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        message["content"] = self._content(reads_pictures)
+        message["content"] = self._content(reads_images)
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         named = {"name": self.name, "tool_call_id": self.tool_call_id}
         return message | {name: value for name, value in named.items() if value is not None}
 
-    def _content(self, reads_pictures: bool) -> str | list[dict[str, Any]]:
-        """Return the content: parts for a model that reads pictures, whose template places them, and else a text."""
+    def _content(self, reads_images: bool) -> str | list[dict[str, Any]]:
+        """Return the content: parts for a model that reads images, whose template places them, and else a text."""
         if not isinstance(self.content, list):
             return self.content or ""
         parts: list[dict[str, Any]] = []
@@ -71,19 +71,19 @@ class ChatMessage(RequestBody):
             if isinstance(part, TextPart):
                 parts.append({"type": "text", "text": part.text})
             else:
-                parts.append({"type": "image", "image": _picture(part.image_url.url)})
-        if reads_pictures:
+                parts.append({"type": "image", "image": _image(part.image_url.url)})
+        if reads_images:
             return parts
         if any(part["type"] == "image" for part in parts):
-            raise InputError("the model reads no pictures: leave out image_url")
+            raise InputError("the model reads no images: leave out image_url")
         return "\n".join(part["text"] for part in parts)
 
 
-def _picture(url: str) -> bytes:
-    """Return the content of a picture. Raise InputError for a URL that holds none."""
+def _image(url: str) -> bytes:
+    """Return the content of an image. Raise InputError for a URL that holds none."""
     match = _DATA_URL.match(url)
     if match is None:
-        raise InputError(f"the picture {url[:60]!r} is not downloaded: send it as data:image/png;base64,…")
+        raise InputError(f"the image {url[:60]!r} is not downloaded: send it as data:image/png;base64,…")
     return decoded_base64("image_url", url[match.end() :])
 
 
@@ -143,9 +143,9 @@ class ChatRequest(OpenAIRequest):
             )
         return {**options, **form, **(constraint(self.tools or [], self.tool_choice or "auto") if self.tools else {})}
 
-    def conversation(self, reads_pictures: bool) -> list[dict[str, Any]]:
+    def conversation(self, reads_images: bool) -> list[dict[str, Any]]:
         """Return the messages as chat templates read them."""
-        return [message.for_template(reads_pictures) for message in self.messages]
+        return [message.for_template(reads_images) for message in self.messages]
 
     def descriptions(self) -> list[dict[str, Any]] | None:
         """Return the tools as chat templates read them."""

@@ -11,7 +11,7 @@ from tformer_serve.schemas.single_pass import TaskInput, TaskRequest
 
 
 class EmbeddingRequest(TaskRequest):
-    """input: a text, ids, a mapping from the names of the inputs, or a list of these; {"base64": …} for a picture."""
+    """input: a text, ids, a mapping from the names of the inputs, or a list of these; {"base64": …} for an image."""
 
     harmless: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {"user": None}
 

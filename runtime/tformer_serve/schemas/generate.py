@@ -20,7 +20,7 @@ _OPTIONS = [name for name in OPTIONS if name not in _NOT_IN_JSON]
 class GenerateBody(RequestBody):
     """An input and options.
 
-    input: a text, ids, or a mapping from the names of the inputs; {"base64": …} for a picture.
+    input: a text, ids, or a mapping from the names of the inputs; {"base64": …} for an image.
     """
 
     refused: ClassVar[Mapping[str, tuple[str, tuple[Any, ...]]]] = _NOT_IN_JSON

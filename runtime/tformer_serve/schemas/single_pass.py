@@ -35,7 +35,7 @@ class TaskRequest(RequestBody):
 
 
 class ClassifyRequest(TaskRequest):
-    """inputs: texts, pairs of texts, ids, or mappings from the names of the inputs; {"base64": …} for a picture."""
+    """inputs: texts, pairs of texts, ids, or mappings from the names of the inputs; {"base64": …} for an image."""
 
     inputs: Inputs[TaskInput]
     top_k: int | None = Field(default=None, le=MAX_TOP_K)

@@ -40,7 +40,7 @@ export class CachedPrefix {
     private readonly ids: Int32Array,
   ) {}
 
-  /** Read ids. sources: the pictures of the prefix, and the input that chooses the adapter. */
+  /** Read ids. sources: the images of the prefix, and the input that chooses the adapter. */
   static async read(engine: Engine, ids: Int32Array, sources: Sources, signal?: AbortSignal): Promise<CachedPrefix> {
     const { maxLength } = engine.manifest;
     if (ids.length >= maxLength) {
@@ -72,7 +72,7 @@ export class CachedPrefix {
   }
 }
 
-/** A text, or ids in a file without a chat template; for a model that reads pictures also parts. */
+/** A text, or ids in a file without a chat template; for a model that reads images also parts. */
 export type ChatMessage = Value | readonly MessagePart[];
 
 /** A message and its answer. ids: of the conversation up to the end of the answer. */
@@ -97,13 +97,13 @@ export interface ChatParts {
  * The cost of a turn is the generation of its answer, and reading its message and the previous answer. In a file with a
  * chat template, messages and answers are texts, formatted by the template. Otherwise their ids are concatenated.
  *
- * A model that reads pictures takes messages of several parts in a file with a chat template. A turn with pictures reads the
- * conversation anew, because the pictures are encoded together.
+ * A model that reads images takes messages of several parts in a file with a chat template. A turn with images reads the
+ * conversation anew, because the images are encoded together.
  */
 export class Chat {
   readonly turns: Turn[] = [];
   private state: State | undefined;
-  private sources: Sources = new Map(); // the pictures that the state has read
+  private sources: Sources = new Map(); // the images that the state has read
   private cachedIds = new Int32Array(0); // a prefix of the ids in the cache
   private readonly answers = new Answers(() => this.state?.release());
 
@@ -119,7 +119,7 @@ export class Chat {
 
   /**
    * Generate the answer to a message: a text, ids in a file without a chat template, or the parts of a message with
-   * pictures.
+   * images.
    *
    * An error leaves the conversation unchanged. Throw InputError also for a conversation that is too long.
    */
@@ -203,8 +203,8 @@ export class Chat {
   }
 
   /**
-   * Return the state of the conversation, which begins anew if the adapter or the pictures change: its keys are other
-   * numbers, and pictures are encoded together.
+   * Return the state of the conversation, which begins anew if the adapter or the images change: its keys are other
+   * numbers, and images are encoded together.
    */
   private async stateFor(sources: Sources, settings: Settings): Promise<State> {
     const { engine } = this.parts.generator;
@@ -224,14 +224,14 @@ export class Chat {
     this.turns.push({ message, result, ids: Int32Array.from([...ids, ...result.tokenIds]) });
   }
 
-  /** Return the pictures and the ids of the conversation up to the answer. */
+  /** Return the images and the ids of the conversation up to the answer. */
   private prompt(message: ChatMessage): { sources: Sources; ids: Int32Array } {
     const { inputs, template, system } = this.parts;
     if (!template) {
       const before = this.turns[this.turns.length - 1]?.ids ?? [];
       const { sources, prompt } = inputs.generationInputs(message as Value, !this.turns.length);
       if ([...sources.values()].some(({ shape }) => shape[0])) {
-        throw new InputError("the file has no chat template, which pictures in a conversation need: use generate()");
+        throw new InputError("the file has no chat template, which images in a conversation need: use generate()");
       }
       return { sources: new Map(), ids: Int32Array.from([...before, ...prompt]) };
     }
@@ -324,7 +324,7 @@ export function removeLast(turns: Turn[], count: number): void {
   turns.length -= count;
 }
 
-/** Return whether the pictures are the same. Inputs without pictures equal missing inputs. */
+/** Return whether the images are the same. Inputs without images equal missing inputs. */
 function haveSameItems(one: Sources, other: Sources): boolean {
   return [...new Set([...one.keys(), ...other.keys()])].every((name) => {
     const [first, second] = [one, other].map((sources) => sources.get(name)?.data ?? NOTHING);

@@ -31,7 +31,7 @@ import { conversation, type Message, type PromptTemplate, type Tools } from "./p
 import type { Sound } from "./preprocess/audio.js";
 import type { ImageInput } from "./preprocess/images.js";
 import { Inputs } from "./preprocess/inputs.js";
-import { picturedPrompt, type Input, type Value } from "./preprocess/values.js";
+import { imagePrompt, type Input, type Value } from "./preprocess/values.js";
 import type { History } from "./preprocess/series.js";
 import type { Task } from "./tasks/base.js";
 import type { Classification } from "./tasks/classification.js";
@@ -173,7 +173,7 @@ export class Model {
     if (prefix !== undefined && !(prefix instanceof CachedPrefix)) {
       throw new OptionError("prefix must be a cached prefix, of cachePrefix()", "prefix");
     }
-    const own = images === undefined ? input : this.picturedPrompt(input, images);
+    const own = images === undefined ? input : this.imagePrompt(input, images);
     return makeRequest(this.manifest, this.inputs, own, index, settings, prefix?.promptPrefix(this.engine));
   }
 
@@ -195,15 +195,15 @@ export class Model {
   }
 
   /**
-   * Return a prompt with pictures as an input of `generateBatch` and `cachePrefix`.
+   * Return a prompt with images as an input of `generateBatch` and `cachePrefix`.
    *
-   * prompt: a text with a marker for each picture, such as "<image>", or ids with their placeholders.
-   * images: decoded pictures in the order of their markers.
-   * Throw UnsupportedCallError for a model that reads no pictures in its prompt.
+   * prompt: a text with a marker for each image, such as "<image>", or ids with their placeholders.
+   * images: decoded images in the order of their markers.
+   * Throw UnsupportedCallError for a model that reads no images in its prompt.
    */
-  picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
+  imagePrompt(prompt: Input, images: readonly ImageInput[]): Input {
     if (this.disposed) throw closedError();
-    return picturedPrompt(this.manifest, prompt, images);
+    return imagePrompt(this.manifest, prompt, images);
   }
 
   /**
@@ -320,7 +320,7 @@ export class Model {
 
   /**
    * Return a conversation up to the answer, as an input of `generate`, by the file's chat template: its ids; for a model
-   * that reads pictures, an object of the ids and the pixels.
+   * that reads images, an object of the ids and the pixels.
    */
   async prompt(
     messages: string | readonly Message[],
@@ -610,7 +610,7 @@ function* generationBatches(items: readonly GenerationItem[], batchSize: number)
   }
 }
 
-/** Throw InputError for a single text or picture, whose parts would be taken for inputs. */
+/** Throw InputError for a single text or image, whose parts would be taken for inputs. */
 function severalInputs<T extends Iterable<Input> | AsyncIterable<Input>>(inputs: T): T {
   const isIterable =
     typeof inputs === "object" && inputs !== null && (Symbol.iterator in inputs || Symbol.asyncIterator in inputs);

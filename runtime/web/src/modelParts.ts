@@ -1,5 +1,5 @@
 /**
- * The parts of a model that only some files need: tokenizers, chat templates, pictures, sounds, series and tasks. Their
+ * The parts of a model that only some files need: tokenizers, chat templates, images, sounds, series and tasks. Their
  * code is loaded for these files, so that a page loads less.
  */
 
@@ -24,13 +24,13 @@ export interface ModelParts {
   readonly textCodes: readonly TextCode[];
   /** Makes the chat template of a file; undefined for a file without one. */
   readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined;
-  /** Input → the function that reads a picture or a sound for it. */
+  /** Input → the function that reads an image or a sound for it. */
   readonly dataReaders: ReadonlyMap<string, DataReader>;
   /** The task of a single-pass model. */
   readonly task: Task | undefined;
   readonly forecaster: Forecaster | undefined;
   readonly speechToText: SpeechToText | undefined;
-  /** Reads the pictures of prompts; undefined for a model that reads none. */
+  /** Reads the images of prompts; undefined for a model that reads none. */
   readonly promptItems: PromptItems | undefined;
 }
 
@@ -97,10 +97,10 @@ async function promptItemsOf(manifest: Manifest): Promise<PromptItems | undefine
 async function readersOf(manifest: Manifest): Promise<Map<string, DataReader>> {
   const readers = new Map<string, DataReader>();
   if (hasKind(manifest, IMAGE)) {
-    const { imageInputs, isPicture } = await import("./preprocess/images.js");
+    const { imageInputs, isImage } = await import("./preprocess/images.js");
     for (const [name, images] of imageInputs(manifest.preprocessing)) {
       readers.set(name, (value) => {
-        if (!isPicture(value)) return value;
+        if (!isImage(value)) return value;
         const { data, shape } = images.pixels(value);
         return numberArray(Float32Array.from(data), shape);
       });

@@ -41,7 +41,7 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
 export type GenerateOptions = CallOptions & {
   /** A cached prefix that goes before the input, from `cachePrefix`. */
   readonly prefix?: CachedPrefix;
-  /** The pictures of a prompt, for a model that reads them, in the order of their markers in the text. */
+  /** The images of a prompt, for a model that reads them, in the order of their markers in the text. */
   readonly images?: readonly ImageInput[];
 };
 

@@ -31,7 +31,7 @@ import type {
 import type { Sound } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { ImageInput } from "./preprocess/images.js";
-import { picturedPrompt, type Input, type Value } from "./preprocess/values.js";
+import { imagePrompt, type Input, type Value } from "./preprocess/values.js";
 import type { History } from "./preprocess/series.js";
 import type { Transcription } from "./tasks/speech.js";
 import type { Classification } from "./tasks/classification.js";
@@ -215,9 +215,9 @@ export class RemoteModel implements Public<Model> {
     return new RemotePrefix(this, number) as unknown as CachedPrefix;
   }
 
-  picturedPrompt(prompt: Input, images: readonly ImageInput[]): Input {
+  imagePrompt(prompt: Input, images: readonly ImageInput[]): Input {
     if (this.closed) throw closedError();
-    return picturedPrompt(this.manifest, prompt, images);
+    return imagePrompt(this.manifest, prompt, images);
   }
 
   chat(options: { readonly system?: string } = {}): Chat {

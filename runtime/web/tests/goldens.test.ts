@@ -36,7 +36,7 @@ const TOYS = [
   "toy-spans",
   "toy-answers",
   "toy-masks",
-  "toy-pictures",
+  "toy-images",
   "toy-sounds",
   "toy-series",
   "tiny-whisper",

@@ -39,7 +39,7 @@ interface Tasks {
   masked: string[];
   filled: [string, number, number, string][][][];
   chosen: number[][][];
-  pictures: Place<"uint8">[];
+  images: Place<"uint8">[];
   labels: [string, number][][];
   sounds: Place<"float32">[];
   transcriptions: { text: string; ids: number[]; score: number; segments: [string, number, number][] }[];
@@ -158,12 +158,12 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     await model.dispose();
   });
 
-  test("labels of pictures", async () => {
-    const model = await Model.load(golden.array(tasks.files["pictures"]), { device });
-    for (const [i, place] of tasks.pictures.entries()) {
+  test("labels of images", async () => {
+    const model = await Model.load(golden.array(tasks.files["images"]), { device });
+    for (const [i, place] of tasks.images.entries()) {
       const [height, width] = place.shape;
-      const picture = { data: golden.array(place), width, height };
-      const { scores } = (await model.predict(picture)) as { scores: Record<string, number> };
+      const image = { data: golden.array(place), width, height };
+      const { scores } = (await model.predict(image)) as { scores: Record<string, number> };
       expect(Object.keys(scores)).toEqual(tasks.labels[i].map(([label]) => label));
       close(
         Object.values(scores),
@@ -171,7 +171,7 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       );
     }
     await expect(model.predict("a")).rejects.toThrow("takes an array of float32, not text");
-    await expect(model.predict(golden.array(tasks.pictures[0]), { truncate: true })).rejects.toThrow(
+    await expect(model.predict(golden.array(tasks.images[0]), { truncate: true })).rejects.toThrow(
       "takes no truncate",
     );
     await model.dispose();

@@ -6,5 +6,5 @@ engines/    one module per engine; `source` makes the weights of the models and 
 floor       bytes and multiply-adds that a step needs, at the rates of the machine
 measure     rounds, medians, ratios
 processes   whole processes: to the first result, and to the results of a file of texts (`file_job`)
-table       the results as a table; `chart`: as a picture
+table       the results as a table; `chart`: as an image
 """

@@ -1,4 +1,4 @@
-"""The results as a picture: a panel for each model, with each engine's speed relative to tformer's.
+"""The results as an image: a panel for each model, with each engine's speed relative to tformer's.
 
 It shows the steps of a decoder after a short prompt, and the first token after a prompt of up to 256; the table has
 all.

@@ -159,8 +159,8 @@ def loftr() -> nn.Module:
     return LoFTR(config)
 
 
-def matches(module: nn.Module, **pictures: torch.Tensor) -> Mapping[str, Any]:
-    data: dict[str, Any] = dict(pictures)
+def matches(module: nn.Module, **images: torch.Tensor) -> Mapping[str, Any]:
+    data: dict[str, Any] = dict(images)
     module(data)
     return data
 

@@ -1,7 +1,7 @@
 """Which axes of an input may vary: forward is run at other sizes, and its errors are counted.
 
 Ids are (batch, time). Other inputs may have channels before time, as mel spectrograms (batch, 80, frames). Any input
-may have one size, as pictures (batch, 3, 32, 32), and histories and texts of a fixed length. The axes are looked for
+may have one size, as images (batch, 3, 32, 32), and histories and texts of a fixed length. The axes are looked for
 only where forward does not run with axes (0, 1).
 """
 

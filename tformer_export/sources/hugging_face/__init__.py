@@ -6,6 +6,6 @@ peft_adapter    adapters of PEFT, merged into their base model; pattern_worker: 
 packed_weights  weights in 4-bit integers, by GPTQ or AWQ
 single_pass     single-pass models: the classes of each task and their labels
 images, audio   preparation of images and sounds as their processors describe it
-pictures        decoders that read pictures in their prompt; grid_pictures: as patches of a grid
+image_prompts   decoders that read images in their prompt; grid_images: as patches of a grid
 speech_to_text  encoder-decoders that transcribe sounds in windows
 """

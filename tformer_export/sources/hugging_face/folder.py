@@ -23,6 +23,11 @@ from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
 from tformer_export.sources.hugging_face.hub import model_name
+from tformer_export.sources.hugging_face.image_prompts import (
+    from_image_prompt_model,
+    load_prompt_processor,
+    reads_images,
+)
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
 from tformer_export.sources.hugging_face.packed_weights import load_packed, read_packing
 from tformer_export.sources.hugging_face.peft_adapter import (
@@ -32,11 +37,6 @@ from tformer_export.sources.hugging_face.peft_adapter import (
     merge_checked,
     read_adapter,
 )
-from tformer_export.sources.hugging_face.pictures import (
-    from_picture_prompt_model,
-    load_prompt_processor,
-    reads_pictures,
-)
 from tformer_export.sources.hugging_face.single_pass import from_text_model, with_tokenizer
 from tformer_export.sources.hugging_face.speech_to_text import from_speech_to_text_model
 from tformer_export.sources.sentence_transformers.layers import with_modules
@@ -44,7 +44,7 @@ from tformer_export.sources.sentence_transformers.saved import SavedModel, read_
 from tformer_export.sources.sentence_transformers.scores import with_named_activation
 from tformer_export.sources.sentence_transformers.static import from_static
 from tformer_export.sources.task_names import (
-    ANSWERS_PICTURES,
+    ANSWERS_IMAGES,
     CLASSIFIES,
     FEATURES,
     GENERATES,
@@ -108,7 +108,7 @@ def from_folder(
     step_input: str | None = None,
     tokenizer: bool = True,
     task: str | None = None,
-    picture_size: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> Source:
     """Load a folder with config.json and weights, and optionally a tokenizer, a chat template and modules.json.
 
@@ -118,7 +118,7 @@ def from_folder(
     step_input: the caller's name of the step input, which has to be that of the model.
     tokenizer: whether to read the tokenizer of the folder.
     task: the task to load the folder for; by default that of the saved class.
-    picture_size: height and width of the pictures of a prompt, for a model that reads pictures at their own size.
+    image_size: height and width of the images of a prompt, for a model that reads images at their own size.
 
     Raises SourceError for missing files, and for weights that are missing, unexpected or misshapen, which are all
     listed.
@@ -142,9 +142,9 @@ def from_folder(
         peft_model = adapter.apply(module) if adapter is not None else None
         sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
         processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if sound else (None, None)
-        if loaded_task == ANSWERS_PICTURES:
+        if loaded_task == ANSWERS_IMAGES:
             processors = (None, load_prompt_processor(folder) if tokenizer else None)
-        source = from_transformers(module, name, loaded_task, *processors, picture_size=picture_size)
+        source = from_transformers(module, name, loaded_task, *processors, image_size=image_size)
         if adapter is not None:
             merge_checked(peft_model, source, adapter)
         source = replace(source, packed_weights=packed)
@@ -155,7 +155,7 @@ def from_folder(
                 else f"a single-pass model ({source.task}), not stepped over"
             )
             raise SourceError(f"{folder} is {stepped} {step_input!r}: leave --step-input (step_input=) out")
-        if sound or loaded_task == ANSWERS_PICTURES:
+        if sound or loaded_task == ANSWERS_IMAGES:
             return source
         if source.step_input is None:
             return _complete_single_pass(folder, texts, source, tokenizer, saved, module.config)
@@ -299,7 +299,7 @@ def from_transformers(
     task: str | None = None,
     extractor: Any = None,
     tokenizer: Any = None,
-    picture_size: tuple[int, int] | None = None,
+    image_size: tuple[int, int] | None = None,
 ) -> Source:
     """Read a transformers model in memory.
 
@@ -311,16 +311,16 @@ def from_transformers(
     padding. For single-pass models see `single_pass`, `images` and `audio`.
     """
     task = task or task_of_class(type(module)) or GENERATES
-    if picture_size is not None and task != ANSWERS_PICTURES:
-        raise SourceError(f"{type(module).__name__} reads no pictures in its prompt: leave --picture-size out")
+    if image_size is not None and task != ANSWERS_IMAGES:
+        raise SourceError(f"{type(module).__name__} reads no images in its prompt: leave --image-size out")
     config, generation = module.config, getattr(module, "generation_config", None)
     if task == RECOGNIZES and config.is_encoder_decoder:
         special = _special(config, generation)
         defaults = read_generation_defaults(generation, 1, None, _vocabulary(module))
         name = name or type(module).__name__
         return from_speech_to_text_model(module, name, extractor, tokenizer, special, defaults)
-    if task == ANSWERS_PICTURES:
-        return _from_picture_prompt_model(module, name or type(module).__name__, tokenizer, picture_size)
+    if task == ANSWERS_IMAGES:
+        return _from_image_prompt_model(module, name or type(module).__name__, tokenizer, image_size)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name == PIXELS:
         return from_image_model(module, task, name)
     if task not in (GENERATES, TRANSLATES) and module.main_input_name in AUDIO_INPUTS:
@@ -354,12 +354,12 @@ def from_transformers(
     )
 
 
-def _from_picture_prompt_model(module: Any, name: str, processor: Any, picture_size: tuple[int, int] | None) -> Source:
+def _from_image_prompt_model(module: Any, name: str, processor: Any, image_size: tuple[int, int] | None) -> Source:
     config, generation = module.config, getattr(module, "generation_config", None)
-    if config.is_encoder_decoder or not reads_pictures(module):
+    if config.is_encoder_decoder or not reads_images(module):
         raise SourceError(
-            f"{type(module).__name__} does not put pictures in the place of ids of its prompt (its config names no "
-            "image_token_id), which is the only way of reading pictures that is supported: load it in Python and give "
+            f"{type(module).__name__} does not put images in the place of ids of its prompt (its config names no "
+            "image_token_id), which is the only way of reading images that is supported: load it in Python and give "
             "an example of its inputs"
         )
     special = _special(config, generation, config.get_text_config())
@@ -367,7 +367,7 @@ def _from_picture_prompt_model(module: Any, name: str, processor: Any, picture_s
     def defaults(limit: int | None) -> dict[str, Any]:
         return read_generation_defaults(generation, 0, limit, _vocabulary(module))
 
-    return from_picture_prompt_model(module, name, processor, special, defaults, picture_size)
+    return from_image_prompt_model(module, name, processor, special, defaults, image_size)
 
 
 def _vocabulary(module: Any) -> int | None:

@@ -1,7 +1,7 @@
 """Preprocessing of images at export, for the user's own module or by a transformers image processor.
 
-`export(…, preprocessor={"pixels": image(size=224, crop=…, mean=…, std=…)})` stores in the file how pictures become an
-input: they are resized, cropped at the centre, scaled and normalised. The file then reads pictures.
+`export(…, preprocessor={"pixels": image(size=224, crop=…, mean=…, std=…)})` stores in the file how images become an
+input: they are resized, cropped at the centre, scaled and normalised. The file then reads images.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tformer_runtime.base.extras import import_optional
 from tformer_runtime.format.manifest import Preprocessing
 from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor, image_inputs
 
-PICTURE_SIZES = (
+IMAGE_SIZES = (
     (96, 128),
     (200, 61),
     (31, 33),
     (64, 64),
     (257, 640),
     (480, 99),
-)  # (height, width) of the pictures that are drawn for the comparison
-PILLOW_MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of these pictures, in their order; 2 are transparent in part
+)  # (height, width) of the images that are drawn for the comparison
+PILLOW_MODES = ("RGB", "L", "RGBA", "P", "CMYK", "1")  # of these images, in their order; 2 are transparent in part
 ROUNDING_ERROR = 2.0**-22  # relative to the greatest pixel: of a product, a difference and a quotient in float32
 
 
@@ -46,7 +46,7 @@ def image(
     mean: float | Sequence[float] = (),
     std: float | Sequence[float] = (),
 ) -> Preprocessing:
-    """Describe how pictures become an input (batch, channels, height, width).
+    """Describe how images become an input (batch, channels, height, width).
 
     The example decides between 3 channels (RGB) and 1 channel (gray).
 
@@ -83,7 +83,7 @@ def with_preprocessing(source: Source, prepare: Any, classes: bool) -> Source:
     if not isinstance(prepare, Mapping):
         names = [name for name in source.caller_inputs if name != source.step_input]
         if len(names) != 1:
-            raise OptionError(f"say which input is a picture, preprocessor={{name: …}}: there are {', '.join(names)}")
+            raise OptionError(f"say which input is an image, preprocessor={{name: …}}: there are {', '.join(names)}")
         prepare = {names[0]: prepare}
     for name, preprocessor in prepare.items():
         if name not in source.example:
@@ -109,28 +109,28 @@ def with_processor(source: Source, processor: Any, name: str | None = None) -> S
     name: the input; by default the first.
 
     Raises SourceError for a processor with other steps than resizing, cropping, scaling and normalising. Its pixels are
-    compared for pictures of several sizes and modes; its class does not count.
+    compared for images of several sizes and modes; its class does not count.
     """
     require_pillow()
     name = name or next(iter(source.example))
     channels = _channels(source, name)
-    best = read_picture_steps(processor, channels)
+    best = read_image_steps(processor, channels)
     source = _with_pixels(_with_example_size(source, name, best), name, best)
     return replace(
         source, own_pipeline=_make_pipeline(source, name, lambda sample: _processed_pixels(processor, sample, channels))
     )
 
 
-def read_picture_steps(processor: Any, channels: int) -> ImagePreprocessor:
+def read_image_steps(processor: Any, channels: int) -> ImagePreprocessor:
     """Read the steps of a transformers image processor, and compare the pixels of both.
 
     Raises SourceError for a processor with other steps than resizing, cropping, scaling and normalising, or that fails.
     """
     require_pillow()
-    pictures = draw_pictures()
-    expected = [_processed_pixels(processor, picture, channels) for picture in pictures]
+    images = draw_images()
+    expected = [_processed_pixels(processor, sample, channels) for sample in images]
     measured = [
-        (_pixel_error(preprocessor, pictures, expected), preprocessor) for preprocessor in _read(processor, channels)
+        (_pixel_error(preprocessor, images, expected), preprocessor) for preprocessor in _read(processor, channels)
     ]
     error, best = min(measured, key=lambda pair: pair[0])
     if not error <= 1:
@@ -148,7 +148,7 @@ def read_picture_steps(processor: Any, channels: int) -> ImagePreprocessor:
 def from_image_model(module: Any, task: str, name: str | None = None) -> Source:
     """Read a single-pass transformers model on pixels, of the size in its config, by default 224 × 224.
 
-    `with_processor` adds the preprocessing of pictures.
+    `with_processor` adds the preprocessing of images.
     """
     config = module.config
     size = getattr(config, "image_size", None) or 224
@@ -181,10 +181,10 @@ def load_processor(folder: Path) -> Any | None:
 
 def require_pillow() -> None:
     """Raise MissingExtraError if Pillow is not installed."""
-    import_optional("PIL.Image", "a model on images is compared on pictures, which needs Pillow", "image")
+    import_optional("PIL.Image", "the comparison of a model on images needs Pillow", "image")
 
 
-def draw_pictures(seed: int = 0) -> list[Any]:
+def draw_images(seed: int = 0) -> list[Any]:
     """Draw Pillow images of several sizes and modes.
 
     They are coarse patches of colour with noise, so that another filter, crop or order of axes changes the pixels.
@@ -192,18 +192,18 @@ def draw_pictures(seed: int = 0) -> list[Any]:
     from PIL import Image
 
     random = np.random.default_rng(seed)
-    pictures = []
-    for (height, width), mode in zip(PICTURE_SIZES, PILLOW_MODES, strict=True):
+    images = []
+    for (height, width), mode in zip(IMAGE_SIZES, PILLOW_MODES, strict=True):
         coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), np.uint8)).resize((width, height))
         noise = random.integers(-40, 41, (height, width, 3))
         values = np.clip(np.asarray(coarse).astype(int) + noise, 0, 255).astype(np.uint8)
-        picture = Image.fromarray(values).convert(mode)
+        drawn = Image.fromarray(values).convert(mode)
         if mode == "RGBA":
-            picture.putalpha(Image.fromarray(values[..., 0]))
+            drawn.putalpha(Image.fromarray(values[..., 0]))
         elif mode == "P":
-            picture.info["transparency"] = picture.getpixel((width // 2, height // 2))
-        pictures.append(picture)
-    return pictures
+            drawn.info["transparency"] = drawn.getpixel((width // 2, height // 2))
+        images.append(drawn)
+    return images
 
 
 def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
@@ -243,7 +243,7 @@ def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
         backgrounds.insert(0, structs.replace(preprocessor, on_white=True))
     candidates = list(backgrounds)
     edge, share = preprocessor.size.get("shortest_edge"), setting("crop_pct")
-    if edge is not None and share:  # the crop as a share of the resized picture
+    if edge is not None and share:  # the crop as a share of the resized image
         for shape in (
             {"size": {"shortest_edge": int(edge / share)}, "crop": (edge, edge)},
             {"size": {"height": edge, "width": edge}},
@@ -257,11 +257,11 @@ def _read(processor: Any, channels: int) -> list[ImagePreprocessor]:
     return candidates
 
 
-def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
+def _pixel_error(preprocessor: ImagePreprocessor, images: Sequence[Any], expected: Sequence[np.ndarray]) -> float:
     """Return the greatest difference of the runtime's pixels over that of rounding; infinite for other sizes."""
     worst = 0.0
-    for picture, pixels in zip(pictures, expected, strict=True):
-        ours, _ = preprocessor.tiles(picture)
+    for sample, pixels in zip(images, expected, strict=True):
+        ours, _ = preprocessor.tiles(sample)
         ours = ours if preprocessor.tile else ours[0]
         if ours.shape != pixels.shape:
             return float("inf")
@@ -270,15 +270,15 @@ def _pixel_error(preprocessor: ImagePreprocessor, pictures: Sequence[Any], expec
     return worst
 
 
-def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray:
+def _processed_pixels(processor: Any, sample: Any, channels: int) -> np.ndarray:
     """Return the pixels of the processor, (channels, height, width) float32.
 
     Tiles have an axis before these.
 
-    A processor that does not convert pictures itself gets them in RGB, as in transformers' pipelines, or gray. Raises
+    A processor that does not convert images itself gets them in RGB, as in transformers' pipelines, or gray. Raises
     SourceError for a processor that fails.
     """
-    converted = picture if converts_itself(processor, channels) else picture.convert("RGB" if channels == 3 else "L")
+    converted = sample if converts_itself(processor, channels) else sample.convert("RGB" if channels == 3 else "L")
     try:
         pixels: np.ndarray = np.asarray(processor(images=converted, return_tensors="np")["pixel_values"])[0]
     except Exception as error:  # a processor may raise anything
@@ -290,7 +290,7 @@ def _processed_pixels(processor: Any, picture: Any, channels: int) -> np.ndarray
 
 
 def converts_itself(processor: Any, channels: int) -> bool:
-    """Return whether an image processor converts pictures of any mode to RGB."""
+    """Return whether an image processor converts images of any mode to RGB."""
     return channels == 3 and bool(getattr(processor, "do_convert_rgb", False))
 
 
@@ -306,7 +306,7 @@ def _channels(source: Source, name: str) -> int:
 
 
 def _with_example_size(source: Source, name: str, preprocessor: ImagePreprocessor) -> Source:
-    """Resize the example to the size of preprocessed pictures, if the module runs on that size."""
+    """Resize the example to the size of preprocessed images, if the module runs on that size."""
     example = source.example[name]
     if preprocessor.shape in (None, tuple(example.shape[2:])):
         return source
@@ -325,7 +325,7 @@ def make_pixel_pipeline(source: Source, name: str) -> Pipeline:
 
 
 def _make_pipeline(source: Source, name: str, pixels: Callable[[Any], np.ndarray]) -> Pipeline:
-    """Make the pipeline from a picture to the output of the source's module, for one row. pixels: picture → pixels."""
+    """Make the pipeline from an image to the output of the source's module, for one row. pixels: image → pixels."""
     module, dtype = source.module, source.example[name].dtype
 
     def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
@@ -343,7 +343,7 @@ def _with_pixels(source: Source, name: str, preprocessor: ImagePreprocessor) -> 
     preprocessor = _checked(structs.replace(preprocessor, channels=channels, mean=mean, std=std))
     if preprocessor.shape is None:
         raise OptionError(
-            "pictures must all get one size, which the file has: give a height and a width, or a crop at the centre"
+            "images must all get one size, which the file has: give a height and a width, or a crop at the centre"
         )
     if preprocessor.shape != tuple(example.shape[2:]):
         raise OptionError(

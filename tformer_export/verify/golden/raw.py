@@ -1,4 +1,4 @@
-"""Raw inputs: texts, pictures, sounds and series, as JSON and for a call of the runtime."""
+"""Raw inputs: texts, images, sounds and series, as JSON and for a call of the runtime."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXTS = (
 )
 PAIRS = (("Who is very old?", "The good film is very old and the new one is not."), ("a", "Hello world"))
 MAX_GENERATION_TEXTS = 3
-PICTURE_SIZES = ((23, 37), (64, 48))
+IMAGE_SIZES = ((23, 37), (64, 48))
 SECONDS = (0.5, 1.1)
 VOLUME = 0.25  # of the noise that a sound is
 
@@ -45,12 +45,12 @@ def raw_inputs(model: Model, task: BaseTask | None, random: np.random.Generator)
         return [_series(model, series, random, i) for i in range(2)]
     if (audio := audio_of(manifest)) is not None:
         return [_sound(audio[1], i) for i in range(len(SECONDS))]
-    if _reads_pictures(manifest):
-        return [_picture(size, random) for size in PICTURE_SIZES]
+    if _reads_images(manifest):
+        return [_image(size, random) for size in IMAGE_SIZES]
     return _task_texts(model, task)
 
 
-def _reads_pictures(manifest: Manifest) -> bool:
+def _reads_images(manifest: Manifest) -> bool:
     names = [spec.name for spec in manifest.encode.inputs if spec.role in ("ids", "data")] if manifest.encode else []
     return len(names) == 1 and names == list(image_inputs(manifest.preprocessing))
 
@@ -105,7 +105,7 @@ def _task_texts(model: Model, task: BaseTask) -> list[Json]:
     return kept
 
 
-def _picture(size: tuple[int, int], random: np.random.Generator) -> Json:
+def _image(size: tuple[int, int], random: np.random.Generator) -> Json:
     from PIL import Image
 
     height, width = size

@@ -94,7 +94,7 @@ export function makeRequest(
   const read = inputs.generationInputs(input, !cachedPrefix);
   if (cachedPrefix && [...read.sources.values()].some(({ shape }) => shape[0])) {
     throw new InputError(
-      `${[...read.sources.keys()].join(", ")} cannot follow a cached prefix, whose pictures are read at once: put them ` +
+      `${[...read.sources.keys()].join(", ")} cannot follow a cached prefix, whose images are read at once: put them ` +
         "into the prefix, or leave the prefix out",
     );
   }

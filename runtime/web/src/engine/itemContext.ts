@@ -1,5 +1,5 @@
 /**
- * The context of requests with items, such as the pictures of a prompt. A request may have none.
+ * The context of requests with items, such as the images of a prompt. A request may have none.
  *
  * Each request with items is encoded alone, so that no request pays for the items of another. The other rows
  * of a request's context hold NaN, and there is at least one: the file takes them for "no item".

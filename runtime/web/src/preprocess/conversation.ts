@@ -3,11 +3,11 @@
 import { InputError } from "../base/errors.js";
 import type { ImageInput } from "./images.js";
 
-/** A part of a message, for a model that reads pictures. */
+/** A part of a message, for a model that reads images. */
 export type MessagePart =
   { readonly type: "text"; readonly text: string } | { readonly type: "image"; readonly image: ImageInput };
 
-/** "role", and "content": a text, or parts with pictures. */
+/** "role", and "content": a text, or parts with images. */
 export interface Message {
   readonly role: string;
   readonly content: string | readonly MessagePart[];
@@ -32,14 +32,14 @@ export function conversation(messages: unknown, system?: string): Message[] {
   return [...(system === undefined ? [] : [{ role: "system", content: system }]), ...all];
 }
 
-/** Return the pictures of a conversation in their order. */
-export function picturesOf(messages: readonly Message[]): ImageInput[] {
+/** Return the images of a conversation in their order. */
+export function imagesOf(messages: readonly Message[]): ImageInput[] {
   const parts = messages.flatMap(({ content }) => (typeof content === "string" ? [] : content));
   return parts.flatMap((part) => (part.type === "image" ? [part.image] : []));
 }
 
-/** Return a conversation for the chat template, which places pictures and does not read them. */
-export function withoutPictures(messages: readonly Message[]): readonly Message[] {
+/** Return a conversation for the chat template, which places images and does not read them. */
+export function withoutImages(messages: readonly Message[]): readonly Message[] {
   return messages.map((message) => {
     if (typeof message.content === "string") return message;
     const content = message.content.map((part) => (part.type === "image" ? { ...part, image: "" } : part));
@@ -54,14 +54,14 @@ function isMessage(value: unknown): value is Message {
   return typeof content === "string" || (Array.isArray(content) && content.every(isPart));
 }
 
-/** Return whether a value is a text or a picture of a message. Throw InputError for a picture that is not decoded. */
+/** Return whether a value is a text or an image of a message. Throw InputError for an image that is not decoded. */
 function isPart(value: unknown): value is MessagePart {
   const part = value as { type?: unknown; text?: unknown; image?: unknown } | null;
   if (part?.type === "text") return typeof part.text === "string";
   if (part?.type !== "image") return false;
   if (typeof part.image !== "object" || part.image === null) {
     throw new InputError(
-      'a picture of a message is decoded before: give {type: "image", image} with an ImageData, not its address',
+      'an image of a message is decoded before: give {type: "image", image} with an ImageData, not its address',
     );
   }
   return true;

@@ -1,7 +1,7 @@
 /**
- * From a decoded picture to pixels, as transformers' image processors compute them.
+ * From a decoded image to pixels, as transformers' image processors compute them.
  *
- * resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. The picture is
+ * resize (filters of Pillow) → center crop or tiles → x · scale → (x - mean) / std. Each step is optional. The image is
  * first converted to RGB or gray with Pillow's formulas. Decoding a file is the browser's work: `createImageBitmap`, which
  * rotates by the EXIF data, and `getImageData` of a canvas.
  */
@@ -20,7 +20,7 @@ import {
   readTyped,
   type Reader,
 } from "../format/typedJson.js";
-import { FILTERS, resize, type Picture } from "./resize.js";
+import { FILTERS, resize, type Raster } from "./resize.js";
 import { cut, gridOf, MAX_EDGE, NO_GRID, rescaledSize, wholeTilesSize, type Grid, type Size } from "./tiles.js";
 
 const SIZE_NAMES: readonly (readonly string[])[] = [
@@ -32,8 +32,8 @@ const SIZE_NAMES: readonly (readonly string[])[] = [
   ["longest_edge"], // with tiles
 ];
 const MAX_PIXELS = 61_000_000; // as in the Python runtime
-const MAX_PICTURE_EDGE = 1 << 20;
-const MAX_RESIZED_PIXELS = 1 << 25; // of a picture before its crop. A long thin picture grows by far with its shorter edge.
+const MAX_IMAGE_EDGE = 1 << 20;
+const MAX_RESIZED_PIXELS = 1 << 25; // of an image before its crop. A long thin image grows by far with its shorter edge.
 const MAX_MODEL_PIXELS = 1 << 24; // of the pixels of a model, which take 12 bytes each
 const MAX_TILES = 1 << 14;
 const MAX_TARGET_EDGE = 2 ** 14; // of a resized or cropped image
@@ -68,14 +68,14 @@ const imageSettings = object({
 /** How images become pixels. The fields are those of the manifest. */
 export type ImageSettings = typeof imageSettings extends Reader<infer T> ? T : never;
 
-/** A decoded picture, such as ImageData: 1 (gray), 3 (RGB) or 4 (RGB and alpha) values from 0 to 255 for each pixel. */
+/** A decoded image, such as ImageData: 1 (gray), 3 (RGB) or 4 (RGB and alpha) values from 0 to 255 for each pixel. */
 export interface ImageInput {
   readonly data: Uint8Array | Uint8ClampedArray;
   readonly width: number;
   readonly height: number;
 }
 
-/** The pixels of a picture, in row-major order: uint8 without scale and mean. */
+/** The pixels of an image, in row-major order: uint8 without scale and mean. */
 export interface Pixels {
   readonly data: Float32Array | Uint8Array;
   readonly shape: readonly number[];
@@ -115,62 +115,62 @@ export class ImagePreprocessor {
    */
   tiles(image: ImageInput): { pixels: Pixels; grid: Grid } {
     const { tile, splits, resample } = this.settings;
-    let picture = this.resized(converted(image, this.settings.channels, this.settings.onWhite));
-    if (!tile) return { pixels: this.values([picture]), grid: NO_GRID };
-    let parts = [picture];
+    let raster = this.resized(converted(image, this.settings.channels, this.settings.onWhite));
+    if (!tile) return { pixels: this.values([raster]), grid: NO_GRID };
+    let parts = [raster];
     let grid = NO_GRID;
     if (splits) {
-      picture = this.resizedTo(picture, wholeTilesSize(tile, picture.height, picture.width));
-      parts = cut(picture, tile, resample);
-      grid = gridOf(tile, picture.height, picture.width);
+      raster = this.resizedTo(raster, wholeTilesSize(tile, raster.height, raster.width));
+      parts = cut(raster, tile, resample);
+      grid = gridOf(tile, raster.height, raster.width);
     }
     return { pixels: this.values(parts.map((part) => this.resizedTo(part, [tile, tile]))), grid };
   }
 
-  private resized(picture: Picture): Picture {
+  private resized(raster: Raster): Raster {
     const { size, crop } = this.settings;
-    if (size.size) return this.resizedTo(picture, targetSize(size, picture.height, picture.width));
-    if (!crop.length && picture.width * picture.height > MAX_MODEL_PIXELS) {
+    if (size.size) return this.resizedTo(raster, targetSize(size, raster.height, raster.width));
+    if (!crop.length && raster.width * raster.height > MAX_MODEL_PIXELS) {
       throw new InputError(
-        `the image is ${picture.width} × ${picture.height} pixels, and the model reads at most ` +
+        `the image is ${raster.width} × ${raster.height} pixels, and the model reads at most ` +
           `${MAX_MODEL_PIXELS.toLocaleString("en-US")}: make it smaller`,
       );
     }
-    return picture;
+    return raster;
   }
 
-  private resizedTo(picture: Picture, [height, width]: Size): Picture {
+  private resizedTo(raster: Raster, [height, width]: Size): Raster {
     const { crop, tile, resample } = this.settings;
-    if (tile && picture.width === width && picture.height === height) return picture;
+    if (tile && raster.width === width && raster.height === height) return raster;
     if (Math.min(height, width) < 1 || height * width > (crop.length ? MAX_RESIZED_PIXELS : MAX_MODEL_PIXELS)) {
       throw new InputError(
-        `the image is ${picture.width} × ${picture.height} pixels and would be resized to ${width} × ${height}: cut ` +
+        `the image is ${raster.width} × ${raster.height} pixels and would be resized to ${width} × ${height}: cut ` +
           "it to a shape that is less long",
       );
     }
-    return resize(picture, width, height, resample);
+    return resize(raster, width, height, resample);
   }
 
-  /** Return the numbers of resized pictures of one size. */
-  private values(pictures: readonly Picture[]): Pixels {
+  /** Return the numbers of resized images of one size. */
+  private values(rasters: readonly Raster[]): Pixels {
     const { crop, scale, mean, channels } = this.settings;
-    const [height, width] = crop.length ? crop : [pictures[0].height, pictures[0].width];
-    const shape = [pictures.length, channels, height, width];
+    const [height, width] = crop.length ? crop : [rasters[0].height, rasters[0].width];
+    const shape = [rasters.length, channels, height, width];
     const area = height * width;
     const isRaw = scale === undefined && !mean.length;
-    const data = new (isRaw ? Uint8Array : Float32Array)(pictures.length * channels * area);
+    const data = new (isRaw ? Uint8Array : Float32Array)(rasters.length * channels * area);
     const tables = Array.from({ length: channels }, (_, channel) => this.table(channel));
-    pictures.forEach((picture, number) => {
+    rasters.forEach((raster, number) => {
       // A smaller image is padded with zeros, and an odd one before it.
-      const top = cropBegin(picture.height, height);
-      const left = cropBegin(picture.width, width);
+      const top = cropBegin(raster.height, height);
+      const left = cropBegin(raster.width, width);
       for (let channel = 0; channel < channels; channel++) {
         const table = tables[channel];
         let at = (number * channels + channel) * area;
         for (let y = top; y < top + height; y++) {
           for (let x = left; x < left + width; x++) {
-            const isInside = y >= 0 && y < picture.height && x >= 0 && x < picture.width;
-            const value = isInside ? picture.data[(y * picture.width + x) * channels + channel] : 0;
+            const isInside = y >= 0 && y < raster.height && x >= 0 && x < raster.width;
+            const value = isInside ? raster.data[(y * raster.width + x) * channels + channel] : 0;
             data[at++] = isRaw ? value : table[value];
           }
         }
@@ -195,8 +195,8 @@ export function imageInputs(preprocessing: ReadonlyMap<string, Preprocessing>): 
   return new Map(images.map(([name, entry]) => [name, ImagePreprocessor.of(entry)]));
 }
 
-/** Return whether a value is a decoded picture. */
-export function isPicture(value: unknown): value is ImageInput {
+/** Return whether a value is a decoded image. */
+export function isImage(value: unknown): value is ImageInput {
   if (typeof value !== "object" || value === null) return false;
   const { data, width, height } = value as Partial<Record<string, unknown>>;
   const isBytes = data instanceof Uint8Array || data instanceof Uint8ClampedArray;
@@ -252,11 +252,11 @@ function laidOnWhite(pixels: Uint8Array): Uint8Array<ArrayBuffer> {
   return result;
 }
 
-/** Return an image as a picture with 3 channels (RGB) or 1 (gray). Throw InputError for another value. */
-function converted(image: ImageInput, channels: number, onWhite: boolean): Picture {
-  if (!isPicture(image)) {
+/** Return the raster of an image, with 3 channels (RGB) or 1 (gray). Throw InputError for another value. */
+function converted(image: ImageInput, channels: number, onWhite: boolean): Raster {
+  if (!isImage(image)) {
     throw new InputError(
-      "an image is a decoded picture such as ImageData: data (a Uint8Array), width and height. Decode a file with " +
+      "an image is decoded, such as ImageData: data (a Uint8Array), width and height. Decode a file with " +
         "createImageBitmap, and read the pixels of a canvas with getImageData",
     );
   }
@@ -271,10 +271,10 @@ function converted(image: ImageInput, channels: number, onWhite: boolean): Pictu
       `the image is ${width} × ${height} pixels, and at most ${limit} are read: make it smaller first`,
     );
   }
-  if (Math.max(width, height) > MAX_PICTURE_EDGE) {
-    const limit = MAX_PICTURE_EDGE.toLocaleString("en-US");
+  if (Math.max(width, height) > MAX_IMAGE_EDGE) {
+    const limit = MAX_IMAGE_EDGE.toLocaleString("en-US");
     throw new InputError(
-      `the image is ${width} × ${height} pixels, and an edge has at most ${limit} of them: cut the picture`,
+      `the image is ${width} × ${height} pixels, and an edge has at most ${limit} of them: cut the image`,
     );
   }
   const given = data.length / pixels;
@@ -286,17 +286,17 @@ function converted(image: ImageInput, channels: number, onWhite: boolean): Pictu
   let bytes = new Uint8Array(data.buffer, data.byteOffset, data.length);
   if (onWhite && given === 4) bytes = laidOnWhite(bytes);
   if (given === channels) return { data: bytes, width, height, channels };
-  const picture = new Uint8Array(pixels * channels);
+  const values = new Uint8Array(pixels * channels);
   for (let i = 0, from = 0; i < pixels; i++, from += given) {
     if (channels === 1) {
-      picture[i] = (bytes[from] * 19595 + bytes[from + 1] * 38470 + bytes[from + 2] * 7471 + 0x8000) >> 16;
+      values[i] = (bytes[from] * 19595 + bytes[from + 1] * 38470 + bytes[from + 2] * 7471 + 0x8000) >> 16;
     } else {
-      picture[i * 3] = bytes[from];
-      picture[i * 3 + 1] = bytes[given === 1 ? from : from + 1];
-      picture[i * 3 + 2] = bytes[given === 1 ? from : from + 2];
+      values[i * 3] = bytes[from];
+      values[i * 3 + 1] = bytes[given === 1 ? from : from + 1];
+      values[i * 3 + 2] = bytes[given === 1 ? from : from + 2];
     }
   }
-  return { data: picture, width, height, channels };
+  return { data: values, width, height, channels };
 }
 
 /** Return what contradicts itself in the settings; undefined if nothing does. */
@@ -315,7 +315,7 @@ function contradiction({ size, crop, tile, channels, mean, std }: ImageSettings)
     return `the pixels of a model are at most ${MAX_MODEL_PIXELS.toLocaleString("en-US")}`;
   }
   if (tile && Math.floor(Math.min(size.get("longest_edge")!, MAX_EDGE) / tile) ** 2 > MAX_TILES) {
-    return `a picture has at most ${MAX_TILES.toLocaleString("en-US")} tiles`;
+    return `an image has at most ${MAX_TILES.toLocaleString("en-US")} tiles`;
   }
   if (!tile && names === "longest_edge") return "a longest edge alone is for tiles";
   if (channels === 2) return "images have 3 channels or 1, not 2";

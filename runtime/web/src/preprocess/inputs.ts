@@ -9,7 +9,7 @@ import { numberArray, type NumberArray } from "../base/arrays.js";
 import { InputError, quotable, UnsupportedCallError } from "../base/errors.js";
 import { AUDIO, logitCount, takesPrompt, type Manifest, type RequestInput } from "../format/manifest.js";
 import { checkRow, inputAndOutputSizes, type Sources } from "../format/sizes.js";
-import { picturesOf, withoutPictures, type Message, type PromptTemplate, type Tools } from "./conversation.js";
+import { imagesOf, withoutImages, type Message, type PromptTemplate, type Tools } from "./conversation.js";
 import type { PromptItems } from "./promptItems.js";
 import type { Pair, TextCode, TextReader } from "./textReader.js";
 import type { TextWindow, WindowReader } from "./textWindows.js";
@@ -29,7 +29,7 @@ export interface IdsOptions {
   readonly endsPrompt?: boolean;
 }
 
-/** Turns a caller's value for an input of data, such as a picture or samples, into an array. */
+/** Turns a caller's value for an input of data, such as an image or samples, into an array. */
 export type DataReader = (value: Value) => Value | Promise<Value>;
 
 /** Return whether an input is one number for each row, such as the id of a speaker. */
@@ -48,8 +48,8 @@ export class Inputs {
   readonly step: string;
 
   /**
-   * dataReaders: input → the function that reads a raw value for it, such as a picture.
-   * textCodes: the tokenizers of the file. promptItems: for a model that reads pictures in its prompt.
+   * dataReaders: input → the function that reads a raw value for it, such as an image.
+   * textCodes: the tokenizers of the file. promptItems: for a model that reads images in its prompt.
    */
   constructor(
     private readonly manifest: Manifest,
@@ -99,7 +99,7 @@ export class Inputs {
    * Return the arrays of the request inputs, the prompt ids, and how many of these are start tokens.
    *
    * The prompt of a model with an encoder is its start tokens. The prompt of a decoder-only model is the start tokens and
-   * a text, or the ids of the caller without start tokens unless there are none. A model that reads pictures in its prompt
+   * a text, or the ids of the caller without start tokens unless there are none. A model that reads images in its prompt
    * takes an object with both (`promptItems`).
    *
    * startsPrompt: whether start tokens, and the special tokens that the tokenizer puts before a text, go before it.
@@ -135,15 +135,15 @@ export class Inputs {
     return { sources, prompt: Int32Array.from([...before, ...ids]), startCount: before.length };
   }
 
-  /** Return the prompt of a conversation: its ids, with the pixels of its pictures if the model reads pictures. */
+  /** Return the prompt of a conversation: its ids, with the pixels of its images if the model reads images. */
   conversationInput(template: PromptTemplate, messages: readonly Message[], tools?: Tools): Input {
     if (!this.promptItems && messages.some(({ content }) => typeof content !== "string")) {
-      throw new InputError('the model reads no pictures: the "content" of each message is a text');
+      throw new InputError('the model reads no images: the "content" of each message is a text');
     }
-    const text = template(withoutPictures(messages), tools);
+    const text = template(withoutImages(messages), tools);
     if (!this.promptItems) return this.ids(this.step, text, { addSpecialTokens: false });
     const { name } = this.promptItems.spec;
-    const both = { [this.step]: text, [name]: picturesOf(messages) };
+    const both = { [this.step]: text, [name]: imagesOf(messages) };
     const { prompt, sources } = this.promptItems.read(both, this.step);
     return { [this.step]: this.ids(this.step, prompt, { addSpecialTokens: false }), [name]: sources.get(name)! };
   }

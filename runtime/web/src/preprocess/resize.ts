@@ -1,5 +1,5 @@
 /**
- * Pictures of 8 bits a channel, resized with the numbers of Pillow.
+ * Images of 8 bits a channel, resized with the numbers of Pillow.
  *
  * A pixel is the weighted mean of the pixels under a filter, along rows and along columns, each rounded to 8 bits. Weights
  * are whole multiples of 2 ** -22. https://github.com/python-pillow/Pillow, src/libImaging/Resample.c
@@ -8,8 +8,8 @@
  * Earlier versions always took rows first, which changes pixels by 1, and by more next to sharp edges.
  */
 
-/** A picture: channels next to each other, pixel by pixel and row by row. */
-export interface Picture {
+/** An image: channels next to each other, pixel by pixel and row by row. */
+export interface Raster {
   readonly data: Uint8Array;
   readonly width: number;
   readonly height: number;
@@ -32,22 +32,22 @@ const KERNELS: Record<Exclude<Filter, "nearest">, readonly [support: number, wei
   lanczos: [3, (x) => (-3 <= x && x < 3 ? sinc(x) * sinc(x / 3) : 0)],
 };
 
-/** Return a picture of another size. Cost: linear in the pixels of both, times the width of the filter. */
-export function resize(picture: Picture, width: number, height: number, filter: Filter): Picture {
-  if (width === picture.width && height === picture.height) return picture;
-  if (filter === "nearest") return nearest(picture, width, height);
-  const columnsFirst = height < picture.height && picture.height - height > 2 * (picture.width - width);
-  const inBetween = columnsFirst ? resizeColumns(picture, height, filter) : resizeRows(picture, width, filter);
+/** Return an image of another size. Cost: linear in the pixels of both, times the width of the filter. */
+export function resize(image: Raster, width: number, height: number, filter: Filter): Raster {
+  if (width === image.width && height === image.height) return image;
+  if (filter === "nearest") return nearest(image, width, height);
+  const columnsFirst = height < image.height && image.height - height > 2 * (image.width - width);
+  const inBetween = columnsFirst ? resizeColumns(image, height, filter) : resizeRows(image, width, filter);
   return columnsFirst ? resizeRows(inBetween, width, filter) : resizeColumns(inBetween, height, filter);
 }
 
-/** Return a part of a picture, within it. */
-export function cropped(picture: Picture, left: number, top: number, width: number, height: number): Picture {
-  const { channels } = picture;
+/** Return a part of an image, within it. */
+export function cropped(image: Raster, left: number, top: number, width: number, height: number): Raster {
+  const { channels } = image;
   const data = new Uint8Array(width * height * channels);
   for (let y = 0; y < height; y++) {
-    const begin = ((top + y) * picture.width + left) * channels;
-    data.set(picture.data.subarray(begin, begin + width * channels), y * width * channels);
+    const begin = ((top + y) * image.width + left) * channels;
+    data.set(image.data.subarray(begin, begin + width * channels), y * width * channels);
   }
   return { data, width, height, channels };
 }
@@ -89,9 +89,9 @@ function weightsOf(source: number, target: number, filter: Exclude<Filter, "near
   return { first, count, size, weights };
 }
 
-function resizeRows(picture: Picture, target: number, filter: Exclude<Filter, "nearest">): Picture {
-  const { data, width, height, channels } = picture;
-  if (width === target) return picture;
+function resizeRows(image: Raster, target: number, filter: Exclude<Filter, "nearest">): Raster {
+  const { data, width, height, channels } = image;
+  if (width === target) return image;
   const { first, count, size, weights } = weightsOf(width, target, filter);
   const resized = new Uint8Array(target * height * channels);
   let at = 0;
@@ -111,9 +111,9 @@ function resizeRows(picture: Picture, target: number, filter: Exclude<Filter, "n
   return { data: resized, width: target, height, channels };
 }
 
-function resizeColumns(picture: Picture, target: number, filter: Exclude<Filter, "nearest">): Picture {
-  const { data, width, height, channels } = picture;
-  if (height === target) return picture;
+function resizeColumns(image: Raster, target: number, filter: Exclude<Filter, "nearest">): Raster {
+  const { data, width, height, channels } = image;
+  if (height === target) return image;
   const { first, count, size, weights } = weightsOf(height, target, filter);
   const rowBytes = width * channels;
   const resized = new Uint8Array(target * rowBytes);
@@ -136,7 +136,7 @@ function clipped(sum: number): number {
 }
 
 /** Return the nearest pixels. Places are sums of steps, as in Pillow, whose rounding decides between two of them. */
-function nearest({ data, width: sourceWidth, height: sourceHeight, channels }: Picture, width: number, height: number) {
+function nearest({ data, width: sourceWidth, height: sourceHeight, channels }: Raster, width: number, height: number) {
   const columns = nearestPlaces(sourceWidth, width);
   const rows = nearestPlaces(sourceHeight, height);
   const resized = new Uint8Array(width * height * channels);

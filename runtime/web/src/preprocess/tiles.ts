@@ -1,18 +1,18 @@
 /**
- * Pictures that are cut into a grid of square tiles, which the picture as a whole follows, resized to one tile.
+ * Images that are cut into a grid of square tiles, which the image as a whole follows, resized to one tile.
  *
  * The formulas are those of transformers, with their roundings. A size is height and width.
  */
 
-import { cropped, resize, type Filter, type Picture } from "./resize.js";
+import { cropped, resize, type Filter, type Image } from "./resize.js";
 
-export type Grid = readonly [rows: number, columns: number]; // [0, 0] for a picture that is one tile
+export type Grid = readonly [rows: number, columns: number]; // [0, 0] for an image that is one tile
 export type Size = readonly [height: number, width: number];
 
 export const NO_GRID: Grid = [0, 0];
-export const MAX_EDGE = 4096; // of a picture before it is cut, whatever its longest edge is to be
+export const MAX_EDGE = 4096; // of an image before it is cut, whatever its longest edge is to be
 
-/** Return the size of a picture whose longer edge is scaled to a number. The shorter edge is even. */
+/** Return the size of an image whose longer edge is scaled to a number. The shorter edge is even. */
 export function rescaledSize(longestEdge: number, height: number, width: number): Size {
   let ratio = width / height;
   if (width >= height) {
@@ -35,7 +35,7 @@ export function rescaledSize(longestEdge: number, height: number, width: number)
   return [Math.max(height, 1), Math.max(width, 1)];
 }
 
-/** Return the size of a picture whose edges are enlarged to multiples of a tile's. */
+/** Return the size of an image whose edges are enlarged to multiples of a tile's. */
 export function wholeTilesSize(tile: number, height: number, width: number): Size {
   const ratio = width / height;
   if (width >= height) {
@@ -48,7 +48,7 @@ export function wholeTilesSize(tile: number, height: number, width: number): Siz
   return [height, width];
 }
 
-/** Return the grid of a picture whose edges are multiples of a tile's. */
+/** Return the grid of an image whose edges are multiples of a tile's. */
 export function gridOf(tile: number, height: number, width: number): Grid {
   return Math.max(height, width) > tile ? [Math.floor(height / tile), Math.floor(width / tile)] : NO_GRID;
 }
@@ -58,13 +58,13 @@ export function gridName([rows, columns]: Grid): string {
   return `${rows}x${columns}`;
 }
 
-/** Cut a picture, whose edges are multiples of a tile's, into tiles row by row. The whole picture follows them. */
-export function cut(picture: Picture, tile: number, filter: Filter): Picture[] {
-  const [rows, columns] = gridOf(tile, picture.height, picture.width);
-  if (!rows && !columns) return [picture];
-  const tiles: Picture[] = [];
+/** Cut an image, whose edges are multiples of a tile's, into tiles row by row. The whole image follows them. */
+export function cut(image: Raster, tile: number, filter: Filter): Raster[] {
+  const [rows, columns] = gridOf(tile, image.height, image.width);
+  if (!rows && !columns) return [image];
+  const tiles: Raster[] = [];
   for (let y = 0; y < rows; y++) {
-    for (let x = 0; x < columns; x++) tiles.push(cropped(picture, x * tile, y * tile, tile, tile));
+    for (let x = 0; x < columns; x++) tiles.push(cropped(image, x * tile, y * tile, tile, tile));
   }
-  return [...tiles, resize(picture, tile, tile, filter)];
+  return [...tiles, resize(image, tile, tile, filter)];
 }

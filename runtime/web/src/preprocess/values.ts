@@ -10,7 +10,7 @@ import type { Pair } from "./textReader.js";
 type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 /** Nested lists of numbers, a typed array, or a typed array with a shape. */
 export type NumberInput = Numbers | readonly unknown[] | NumberArray;
-/** A text, a pair of texts, ids or features, a decoded picture, the pictures of a prompt, or a sound. */
+/** A text, a pair of texts, ids or features, a decoded image, the images of a prompt, or a sound. */
 export type Value = string | Pair | NumberInput | number | ImageInput | readonly ImageInput[] | Sound;
 /** A value; for a model with several inputs, an object with the names of the inputs. */
 export type Input = Value | Mapping;
@@ -34,7 +34,7 @@ export function isMapping(input: unknown): input is Mapping {
   return Object.getPrototypeOf(input) === Object.prototype;
 }
 
-/** Return whether a value is a decoded picture, or a sound with its rate. */
+/** Return whether a value is a decoded image, or a sound with its rate. */
 function isMedium(value: object): boolean {
   const has = (...names: string[]) => names.every((name) => name in value);
   return has("data", "width", "height") || has("samples", "samplingRate") || has("getChannelData");
@@ -71,14 +71,14 @@ export function arrayOf(value: unknown): NumberArray | undefined {
   return collect(value, 0) ? numberArray(Float64Array.from(numbers), shape) : undefined;
 }
 
-/** Return a prompt and its pictures as one input. Throw UnsupportedCallError for a model that reads no pictures in prompts. */
-export function picturedPrompt(manifest: Manifest, prompt: Input, images: readonly ImageInput[]): Input {
+/** Return a prompt and its images as one input. Throw UnsupportedCallError for a model that reads no images in prompts. */
+export function imagePrompt(manifest: Manifest, prompt: Input, images: readonly ImageInput[]): Input {
   const [name] = manifest.placeholders.keys();
   if (name === undefined) {
-    throw new UnsupportedCallError(`this model (${manifest.task}) reads no pictures in its prompt: leave out images`);
+    throw new UnsupportedCallError(`this model (${manifest.task}) reads no images in its prompt: leave out images`);
   }
   if (isMapping(prompt)) {
-    throw new InputError("the input is an object, which has its pictures already: leave out images");
+    throw new InputError("the input is an object, which has its images already: leave out images");
   }
   return { [manifest.decode!.step.name]: prompt as Value, [name]: images };
 }

@@ -93,7 +93,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
     files = write_tasks(folder)
     rng = np.random.default_rng(2)
     texts = ["good day", "the old night film", "a", "bad", "unknown words here", "good bad day film a the"]
-    pictures = [rng.integers(0, 256, shape, np.uint8) for shape in [(9, 7, 3), (4, 4, 3), (20, 31, 3)]]
+    images = [rng.integers(0, 256, shape, np.uint8) for shape in [(9, 7, 3), (4, 4, 3), (20, 31, 3)]]
     sounds = [0.1 * rng.standard_normal(n).astype(np.float32) for n in (16000, 4000, 45000)]
     histories = [rng.standard_normal((n, 2)).cumsum(0) for n in (3, 9, 40, 3)]
     loaded = {name: Model.load(path, threads=1) for name, path in files.items()}
@@ -104,7 +104,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
             "kind": "tasks",
             "files": {
                 name: file.array(np.frombuffer(files[name].read_bytes(), np.uint8))
-                for name in ("vector", "states", "relevance", "masks", "pictures", "sounds", "series")
+                for name in ("vector", "states", "relevance", "masks", "images", "sounds", "series")
             },
             "texts": texts,
             "vectors": [file.array(v) for v in loaded["vector"].embed(texts)],
@@ -119,8 +119,8 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
                 for text in loaded["masks"].fill(masked, top_k=2, candidate_tokens=["good", 4])
             ],
             "relevance": [r.score for r in loaded["relevance"].classify(list(zip(texts, texts[::-1], strict=True)))],
-            "pictures": [file.array(p) for p in pictures],
-            "labels": [list(r.scores.items()) for r in loaded["pictures"].classify(pictures)],
+            "images": [file.array(p) for p in images],
+            "labels": [list(r.scores.items()) for r in loaded["images"].classify(images)],
             "sounds": [file.array(s) for s in sounds],
             "transcriptions": [
                 {

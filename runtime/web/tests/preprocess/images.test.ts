@@ -1,6 +1,6 @@
 import { describe, expect, test } from "vitest";
 import type { Preprocessing } from "../../src/format/manifest.js";
-import { imageInputs, ImagePreprocessor, isPicture, targetSize } from "../../src/preprocess/images.js";
+import { imageInputs, ImagePreprocessor, isImage, targetSize } from "../../src/preprocess/images.js";
 import { gridName } from "../../src/preprocess/tiles.js";
 import { errorOf, Golden, type Place } from "../golden/golden.js";
 
@@ -21,7 +21,7 @@ function of(settings: object): ImagePreprocessor {
   return ImagePreprocessor.of({ kind: "image", numbers: new Map(Object.entries(settings)) });
 }
 
-function picture(width: number, height: number, channels = 3) {
+function image(width: number, height: number, channels = 3) {
   return { data: new Uint8Array(width * height * channels), width, height };
 }
 
@@ -55,7 +55,7 @@ describe("With random settings of files", () => {
     }
   });
 
-  test("target sizes are those of the Python runtime for pictures of all shapes", () => {
+  test("target sizes are those of the Python runtime for images of all shapes", () => {
     let checked = 0;
     for (const { settings, sizes } of golden.cases) {
       const size = new Map(Object.entries(settings["size"] as Record<string, number>));
@@ -88,33 +88,33 @@ test("Transparent pixels are laid on white if the file says so", () => {
   expect([...numbers]).toEqual([255, 4, 255, 5, 255, 6]);
 });
 
-test("A value that is no picture is refused with what to do", () => {
+test("A value that is no image is refused with what to do", () => {
   for (const [image, message] of [
-    ["cat.png", /^an image is a decoded picture such as ImageData.*createImageBitmap/],
-    [{ data: [1, 2, 3], width: 1, height: 1 }, /^an image is a decoded picture/],
-    [null, /^an image is a decoded picture/],
-    [picture(0, 3), /^the image has no pixels: its size is 0 × 3$/],
-    [{ ...picture(2, 2), width: 1.5 }, /^the image has no pixels/],
-    [picture(2, 2, 2), /^an image has 1, 3 or 4 values for each pixel, and this one has 8 for 2 × 2 pixels$/],
+    ["cat.png", /^an image is decoded, such as ImageData.*createImageBitmap/],
+    [{ data: [1, 2, 3], width: 1, height: 1 }, /^an image is decoded/],
+    [null, /^an image is decoded/],
+    [image(0, 3), /^the image has no pixels: its size is 0 × 3$/],
+    [{ ...image(2, 2), width: 1.5 }, /^the image has no pixels/],
+    [image(2, 2, 2), /^an image has 1, 3 or 4 values for each pixel, and this one has 8 for 2 × 2 pixels$/],
     [{ data: new Uint8Array(0), width: 1e5, height: 1e5 }, /at most 61,000,000 are read: make it smaller first$/],
-    [{ data: new Uint8Array(0), width: 2 ** 21, height: 1 }, /an edge has at most 1,048,576 of them: cut the picture$/],
+    [{ data: new Uint8Array(0), width: 2 ** 21, height: 1 }, /an edge has at most 1,048,576 of them: cut the image$/],
   ] as const) {
     const error = errorOf(() => of(PLAIN).pixels(image as never));
     expect(error.name).toBe("InputError");
     expect(error.message).toMatch(message);
   }
-  expect(isPicture(picture(1, 1))).toBe(true);
-  expect([isPicture("x"), isPicture([1]), isPicture(undefined)]).toEqual([false, false, false]);
+  expect(isImage(image(1, 1))).toBe(true);
+  expect([isImage("x"), isImage([1]), isImage(undefined)]).toEqual([false, false, false]);
 });
 
-test("A picture that would become too large or too thin is refused", () => {
+test("An image that would become too large or too thin is refused", () => {
   const message = /would be resized to \d+ × \d+: cut it to a shape that is less long$/;
-  expect(errorOf(() => of({ ...PLAIN, size: { shortest_edge: 8000 } }).pixels(picture(90, 10))).message).toMatch(
+  expect(errorOf(() => of({ ...PLAIN, size: { shortest_edge: 8000 } }).pixels(image(90, 10))).message).toMatch(
     message,
   );
   const thin = { ...PLAIN, size: { max_height: 9, max_width: 9 } };
-  expect(errorOf(() => of(thin).pixels(picture(90, 1))).message).toMatch(message);
-  expect(errorOf(() => of(PLAIN).pixels(picture(4097, 4096))).message).toMatch(/the model reads at most 16,777,216/);
+  expect(errorOf(() => of(thin).pixels(image(90, 1))).message).toMatch(message);
+  expect(errorOf(() => of(PLAIN).pixels(image(4097, 4096))).message).toMatch(/the model reads at most 16,777,216/);
 });
 
 test("Damaged settings are refused with what is damaged", () => {

@@ -43,8 +43,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
 }
 FOLDERS = {  # tiny models with random weights, as transformers writes them: their makers in tests/support
     "tiny-whisper": ("tiny_whisper", "seeded_model", "seeded_processor"),
-    "tiny-llava": ("picture_models", "llava", "llava_processor"),
-    "tiny-smolvlm": ("picture_models", "smolvlm", "tiles_processor"),
+    "tiny-llava": ("image_models", "llava", "llava_processor"),
+    "tiny-smolvlm": ("image_models", "smolvlm", "tiles_processor"),
 }
 SHORTLISTS = {"shortlist": "none", "shortlist-int8": "int8"}  # name → quantization
 TOYS = "toys"  # the small ones, which are written together
@@ -189,7 +189,7 @@ def _write_toys(folder: Path) -> None:
     tasks = folder / "tasks"
     tasks.mkdir(exist_ok=True)
     written = write_tasks(tasks)
-    for name in ("vector", "states", "spans", "answers", "masks", "pictures", "sounds", "series"):
+    for name in ("vector", "states", "spans", "answers", "masks", "images", "sounds", "series"):
         (folder / f"toy-{name}.onnx").write_bytes(written[name].read_bytes())
         toys[f"toy-{name}"] = written[name]
     for name in toys:

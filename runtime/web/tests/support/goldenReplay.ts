@@ -149,7 +149,7 @@ export function readPng(file: Uint8Array): { data: Uint8Array; width: number; he
     if (kind === "IDAT") parts.push(file.subarray(at + 8, at + 8 + size));
     at += size + 12;
   }
-  const { inflateSync } = process.getBuiltinModule("node:zlib"); // pages replay files without pictures
+  const { inflateSync } = process.getBuiltinModule("node:zlib"); // pages replay files without images
   const raw = inflateSync(Buffer.concat(parts));
   const line = 3 * width;
   const data = new Uint8Array(line * height);

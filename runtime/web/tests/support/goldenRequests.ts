@@ -20,11 +20,11 @@ const SETTINGS: Record<string, object> = {
   "question-answering": { topK: 10 ** 6 },
 };
 
-/** Turns the bytes of a PNG file into a picture. */
-export type PictureReader = (png: Uint8Array<ArrayBuffer>) => Value;
+/** Turns the bytes of a PNG file into an image. */
+export type ImageReader = (png: Uint8Array<ArrayBuffer>) => Value;
 
 /** Return how the results of a model differ from a golden file, a sentence each. */
-export async function requestDifferences(model: Model, golden: Json, readPicture?: PictureReader): Promise<string[]> {
+export async function requestDifferences(model: Model, golden: Json, readImage?: ImageReader): Promise<string[]> {
   const found: string[] = [];
   const add = (place: string, differences: readonly (string | undefined)[]) =>
     found.push(...differences.filter((one) => one !== undefined).map((one) => `${place}: ${one}`));
@@ -34,7 +34,7 @@ export async function requestDifferences(model: Model, golden: Json, readPicture
   for (const [number, example] of (golden.streams ?? []).entries()) {
     add(`streams ${number}`, [await stream(model, example)]);
   }
-  if (golden.results?.length) add("results", await results(model, golden, readPicture));
+  if (golden.results?.length) add("results", await results(model, golden, readImage));
   return found;
 }
 
@@ -112,8 +112,8 @@ async function stream(model: Model, example: Json): Promise<string | undefined> 
   return example.expected.decided ? jsonDifference(pieces, example.expected.pieces, 0) : undefined;
 }
 
-async function results(model: Model, golden: Json, readPicture?: PictureReader): Promise<(string | undefined)[]> {
-  const inputs = golden.results.map(({ input }: Json) => rawInput(input, readPicture)) as Input[];
+async function results(model: Model, golden: Json, readImage?: ImageReader): Promise<(string | undefined)[]> {
+  const inputs = golden.results.map(({ input }: Json) => rawInput(input, readImage)) as Input[];
   const found: unknown[] = [];
   if ("series" in golden.results[0].input) {
     for (const [i, history] of inputs.entries()) {
@@ -138,11 +138,11 @@ async function results(model: Model, golden: Json, readPicture?: PictureReader):
   });
 }
 
-function rawInput(raw: Json, readPicture?: PictureReader): unknown {
+function rawInput(raw: Json, readImage?: ImageReader): unknown {
   if ("text" in raw) return raw.text;
   if ("fields" in raw) return raw.fields;
   if ("texts" in raw) return raw.texts;
-  if ("png" in raw) return readPicture!(bytesOf(raw.png as string));
+  if ("png" in raw) return readImage!(bytesOf(raw.png as string));
   if ("series" in raw) return decodeArray(raw.series);
   const samples = decodeArray(raw.samples).data.map((sample) => Math.fround(sample * raw.volume));
   return { samples, samplingRate: raw.rate as number };

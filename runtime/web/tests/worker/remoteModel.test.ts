@@ -235,7 +235,7 @@ test("a conversation", async () => {
   await local.dispose();
 });
 
-test("pictures, sounds and series", async () => {
+test("images, sounds and series", async () => {
   const history = Array.from({ length: 60 }, (_, i) => Math.sin(i / 5));
   const model = await remote(modelPath("elnino"));
   const local = await Model.load(modelPath("elnino"), { device: "wasm" });
@@ -246,7 +246,7 @@ test("pictures, sounds and series", async () => {
   await local.dispose();
 });
 
-test("pictures in prompts and cached prefixes", async () => {
+test("images in prompts and cached prefixes", async () => {
   const model = await remote(modelPath("tiny-llava"));
   const local = await Model.load(modelPath("tiny-llava"), { device: "wasm" });
   const images = [20, 33].map((size) => {
@@ -257,11 +257,11 @@ test("pictures in prompts and cached prefixes", async () => {
   const text = "a <image> b <image>?";
   const expected = await local.generate(text, { ...options, images });
   expect(withoutTiming(await model.generate(text, { ...options, images }))).toEqual(withoutTiming(expected));
-  const inputs = [model.picturedPrompt(text, images), "no picture"];
+  const inputs = [model.imagePrompt(text, images), "no image"];
   const [batch] = await all(model.generateBatch(inputs, options));
   expect(batch[0].tokenIds).toEqual(expected.tokenIds);
-  const prefix = await model.cachePrefix(model.picturedPrompt("a <image> b", images.slice(0, 1)));
-  const own = await local.cachePrefix(local.picturedPrompt("a <image> b", images.slice(0, 1)));
+  const prefix = await model.cachePrefix(model.imagePrompt("a <image> b", images.slice(0, 1)));
+  const own = await local.cachePrefix(local.imagePrompt("a <image> b", images.slice(0, 1)));
   const continued = await local.generate(" c", { ...options, prefix: own });
   expect((await model.generate(" c", { ...options, prefix })).tokenIds).toEqual(continued.tokenIds);
   expect((await all(model.generateBatch([" c"], { ...options, prefix })))[0][0].text).toBe(continued.text);

@@ -47,7 +47,7 @@ CASES = {
     "positions of one size after a convolution": (
         lambda x: mel(x) + torch.ones(10, 1), (2, 8, 20), (0,), {},
     ),
-    "picture": (images, (2, 3, 32, 32), (0,), {}),
+    "image": (images, (2, 3, 32, 32), (0,), {}),
     "history": (lambda x: x.flatten(1) @ torch.ones(24, 2), (2, 6, 4), (0,), {}),
     "features": (lambda x: x @ torch.ones(6, 2), (2, 6), (0,), {}),
     "samples": (samples, (2, 100), (0, 1), {"x": 40}),
@@ -83,7 +83,7 @@ class Caption(nn.Module):
         return F.one_hot(ids, 10).float() + images(image).mean((1, 2))[:, None, None]
 
 
-def test_ids_keep_their_axes_next_to_a_picture():
+def test_ids_keep_their_axes_next_to_a_image():
     source = from_module(Caption(), {"ids": IDS, "image": torch.randn(2, 3, 32, 32)}, "ids")
     assert source.axes == {"image": (0,)}
 

@@ -80,8 +80,8 @@ def test_invalid_descriptions_raise_option_error(options, message):
     ("shape", "prepare", "message"),
     [
         ((3, 8, 8), image(9), "images are made 9 × 9, height by width, and pixels is 8 × 8: give the size"),
-        ((3, 8, 8), image(), "pictures must all get one size, which the file has: give a height and a width, or"),
-        ((3, 8, 8), image({"shortest_edge": 8}), "pictures must all get one size"),
+        ((3, 8, 8), image(), "images must all get one size, which the file has: give a height and a width, or"),
+        ((3, 8, 8), image({"shortest_edge": 8}), "images must all get one size"),
         ((4, 8, 8), image(8), r"an image is an input of floats \(batch, channels, height, width\), 3 or 1 of them, and "
          r"pixels is torch.float32 \(2, 4, 8, 8\)"),
         ((3, 8), image(8), r"and pixels is torch.float32 \(2, 3, 8\)"),
@@ -98,7 +98,7 @@ def test_descriptions_that_do_not_match_the_model_raise_option_error(shape, prep
 def test_image_input_must_be_named_among_several(tmp_path):
     two_inputs = make_source(3, 8, 8, other=torch.zeros(2, 1))
     with pytest.raises(
-        OptionError, match=r"say which input is a picture, preprocessor={name: …}: there are pixels, other"
+        OptionError, match=r"say which input is an image, preprocessor={name: …}: there are pixels, other"
     ):
         with_preprocessing(two_inputs, image(8), False)
     assert list(with_preprocessing(two_inputs, {"pixels": image(8)}, False).preprocessing) == ["pixels"]
@@ -123,10 +123,10 @@ def test_image_processor_is_carried_over():
     assert any_size.example["pixels"].shape == (2, 3, 24, 24)
     processor = transformers.ViTImageProcessorPil(size={"height": 7, "width": 9}, image_mean=[0.4], image_std=[0.2])
     gray = with_processor(make_source(1, 7, 9), processor)
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30), np.uint8))
-    expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-    np.testing.assert_array_equal(image_inputs(gray.preprocessing)["pixels"].pixels(picture), expected)
-    assert gray.own_pipeline(picture, None).item() == pytest.approx(expected.mean(), abs=1e-6)
+    sample = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30), np.uint8))
+    expected = processor(images=sample, return_tensors="np")["pixel_values"][0]
+    np.testing.assert_array_equal(image_inputs(gray.preprocessing)["pixels"].pixels(sample), expected)
+    assert gray.own_pipeline(sample, None).item() == pytest.approx(expected.mean(), abs=1e-6)
 
 
 class Flipped(transformers.ViTImageProcessorPil):

@@ -87,11 +87,11 @@ def test_row_that_is_shorter_than_the_model_needs_is_refused():
 
 
 def test_every_free_axis_may_have_a_least_length():
-    picture = RequestInput("picture", "float32", (BATCH_AXIS, 3, "height", "width"), "data")
-    encode = EncodeStage((picture,), (), min_lengths={"height": 4, "width": 4})
-    padded_request_arrays([picture], {"picture": [np.ones((3, 4, 5))]}, 1, encode=encode)
-    with pytest.raises(InputError, match="input picture is 3 long and the model needs at least 4"):
-        padded_request_arrays([picture], {"picture": [np.ones((3, 9, 3))]}, 1, encode=encode)
+    image = RequestInput("image", "float32", (BATCH_AXIS, 3, "height", "width"), "data")
+    encode = EncodeStage((image,), (), min_lengths={"height": 4, "width": 4})
+    padded_request_arrays([image], {"image": [np.ones((3, 4, 5))]}, 1, encode=encode)
+    with pytest.raises(InputError, match="input image is 3 long and the model needs at least 4"):
+        padded_request_arrays([image], {"image": [np.ones((3, 9, 3))]}, 1, encode=encode)
 
 
 def test_inputs_of_one_axis_are_equally_long_in_each_row():

@@ -19,7 +19,7 @@ from transformers.image_processing_backends import PilBackend
 
 from tformer_runtime import InputError, MissingExtraError, ModelFileError, OutOfMemoryError
 from tformer_runtime.format.manifest import BATCH_AXIS, Preprocessing, RequestInput
-from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor, is_picture
+from tformer_runtime.preprocess.images import FILTERS, ImagePreprocessor, is_image
 from tformer_runtime.preprocess.inputs import Inputs
 
 SIZES = (
@@ -47,30 +47,30 @@ def test_every_size_and_crop_matches_transformers(size, crop):
             crop_size=dict(zip(("height", "width"), crop, strict=True)) if crop else None,
             do_rescale=True, do_normalize=True, image_mean=list(mean), image_std=list(std),
         )  # fmt: skip
-        picture = random_image(*shape, index)
-        expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-        actual = ImagePreprocessor(size, resample, crop, mean=mean, std=std).pixels(picture)
+        image = random_image(*shape, index)
+        expected = processor(images=image, return_tensors="np")["pixel_values"][0]
+        actual = ImagePreprocessor(size, resample, crop, mean=mean, std=std).pixels(image)
         assert actual.dtype == np.float32
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_scale_and_normalization_are_optional():
-    picture = random_image(9, 8)
+    image = random_image(9, 8)
     for scale, mean in ((None, ()), (1 / 127.5, ()), (None, (3.0, 4.0, 5.0))):
         processor = PilBackend(
             do_resize=False, do_rescale=scale is not None, rescale_factor=scale, do_normalize=bool(mean),
             image_mean=mean or None, image_std=[2.0] * 3 if mean else None,
         )  # fmt: skip
-        expected = processor(images=picture, return_tensors="np")["pixel_values"][0]
-        actual = ImagePreprocessor(scale=scale, mean=mean, std=(2.0,) * 3 if mean else ()).pixels(picture)
+        expected = processor(images=image, return_tensors="np")["pixel_values"][0]
+        actual = ImagePreprocessor(scale=scale, mean=mean, std=(2.0,) * 3 if mean else ()).pixels(image)
         np.testing.assert_array_equal(actual, expected)
 
 
 def test_arrays_match_images_and_invalid_arrays_are_refused():
-    picture = random_image(12, 10)
-    expected = ImagePreprocessor().pixels(picture)
-    assert np.array_equal(ImagePreprocessor().pixels(np.array(picture)), expected)
-    gray = np.array(picture.convert("L"))
+    image = random_image(12, 10)
+    expected = ImagePreprocessor().pixels(image)
+    assert np.array_equal(ImagePreprocessor().pixels(np.array(image)), expected)
+    gray = np.array(image.convert("L"))
     assert np.array_equal(
         ImagePreprocessor(channels=1).pixels(gray[..., None]), ImagePreprocessor(channels=1).pixels(gray)
     )
@@ -84,8 +84,8 @@ def test_arrays_match_images_and_invalid_arrays_are_refused():
 
 def test_preprocessed_pixels_are_not_images():
     pixels = ImagePreprocessor().pixels(random_image(5, 4))
-    assert not any(map(is_picture, (pixels, pixels.tolist(), tuple(pixels), [], np.zeros((3, 5, 4), np.int64))))
-    assert all(map(is_picture, ("a", Path("a"), b"a", random_image(5, 4), np.zeros((5, 4), np.uint8), ("a", "b"), 3)))
+    assert not any(map(is_image, (pixels, pixels.tolist(), tuple(pixels), [], np.zeros((3, 5, 4), np.int64))))
+    assert all(map(is_image, ("a", Path("a"), b"a", random_image(5, 4), np.zeros((5, 4), np.uint8), ("a", "b"), 3)))
 
 
 def test_generating_model_reads_images(tmp_path):
@@ -106,7 +106,7 @@ def test_generating_model_reads_images(tmp_path):
             inputs.generation_inputs(pixels)
 
 
-def test_named_pipes_and_devices_are_no_pictures(tmp_path):
+def test_named_pipes_and_devices_are_no_images(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
         with pytest.raises(InputError, match="is no regular file but a pipe or a device"):

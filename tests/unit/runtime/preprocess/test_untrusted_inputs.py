@@ -76,7 +76,7 @@ def png(width, height):
         ((5000, 5000), {}, "and the model reads at most 16,777,216"),
     ],
 )
-def test_pictures_that_grow_are_refused(size, settings, message):
+def test_images_that_grow_are_refused(size, settings, message):
     with pytest.raises(InputError, match=message):
         ImagePreprocessor(**settings).pixels(png(*size))
 
@@ -84,10 +84,10 @@ def test_pictures_that_grow_are_refused(size, settings, message):
 @pytest.mark.parametrize("scale", [None, 1 / 255])
 def test_pixels_in_chunks_are_those_at_once(scale, monkeypatch):
     settings = ImagePreprocessor({}, scale=scale, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
-    picture = np.random.default_rng(0).integers(0, 256, (31, 17, 3), np.uint8)
-    whole = settings.pixels(picture)
+    image = np.random.default_rng(0).integers(0, 256, (31, 17, 3), np.uint8)
+    whole = settings.pixels(image)
     monkeypatch.setattr(images, "CHUNK_PIXELS", 40)
-    np.testing.assert_array_equal(settings.pixels(picture), whole)
+    np.testing.assert_array_equal(settings.pixels(image), whole)
 
 
 def test_tables_without_end_are_refused(tmp_path, monkeypatch):

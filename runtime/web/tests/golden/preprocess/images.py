@@ -1,4 +1,4 @@
-"""Pixels of the Python runtime, for random pictures and settings of files."""
+"""Pixels of the Python runtime, for random images and settings of files."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ while len(cases) < CASES:
     height, width = (int(n) for n in rng.integers(1, 80, 2))
     if max(height, width) > 20 * min(height, width):
         continue  # an edge could become 0, which is refused
-    picture = rng.integers(0, 256, (height, width, rng.choice([1, 3, 4]))).astype(np.uint8)
-    tiles, grid = settings.tiles(picture)
+    image = rng.integers(0, 256, (height, width, rng.choice([1, 3, 4]))).astype(np.uint8)
+    tiles, grid = settings.tiles(image)
     cases.append(
         {
             "settings": asdict(settings),
             "width": width,
             "height": height,
-            "data": golden.array(picture),
+            "data": golden.array(image),
             "tiles": golden.array(tiles),
             "grid": grid,
             "shape": settings.shape,

@@ -1,4 +1,4 @@
-"""Pictures that Pillow has resized, with all filters."""
+"""Images that Pillow has resized, with all filters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ for number in range(60):
     channels = (1, 3)[number % 2]
     shape = (height, width, channels)
     pixels = rng.integers(0, 256, shape) if number % 3 else 255 * rng.integers(0, 2, shape)  # sharp edges overshoot
-    picture = Image.fromarray((pixels[..., 0] if channels == 1 else pixels).astype(np.uint8))
+    image = Image.fromarray((pixels[..., 0] if channels == 1 else pixels).astype(np.uint8))
     for index, name in enumerate(FILTERS):
-        resized = np.asarray(picture.resize((new_width, new_height), resample=index))
+        resized = np.asarray(image.resize((new_width, new_height), resample=index))
         cases.append(
             {
                 "width": width,

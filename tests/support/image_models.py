@@ -1,4 +1,4 @@
-"""Tiny seeded transformers models that read pictures in their prompt, with a processor made of nothing but code."""
+"""Tiny seeded transformers models that read images in their prompt, with a processor made of nothing but code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 SIZE, PATCH = 16, 8
-TILE = 32  # of a model that reads pictures in tiles
+TILE = 32  # of a model that reads images in tiles
 MARKER, MARKER_ID = "<image>", 5
 LETTERS = sorted(set("abcdefghijklmnopqrstuvwxyz:.?! \n"))
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<other>", MARKER]
@@ -46,7 +46,7 @@ def llava(seed: int = 0) -> Any:
 
 
 def seeded(kind: Any, config: Any, seed: int = 0) -> Any:
-    """Return a model with random weights, large enough that pictures change its results."""
+    """Return a model with random weights, large enough that images change its results."""
     torch.manual_seed(seed)
     model = kind(config).eval()
     with torch.no_grad():
@@ -127,14 +127,14 @@ def _grid_model(config: Any, kind: Any, vision: dict[str, Any], seed: int) -> An
 
 
 def grid_processor() -> Any:
-    """Return a processor that keeps the size of pictures, in patches of 4 pixels."""
+    """Return a processor that keeps the size of images, in patches of 4 pixels."""
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
     )
-    return _PictureProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=TEMPLATE)
+    return _GridProcessor(image_processor=images, tokenizer=tokenizer(), chat_template=TEMPLATE)
 
 
-class _PictureProcessor(transformers.Qwen2VLProcessor):
+class _GridProcessor(transformers.Qwen2VLProcessor):
     """transformers' processor without videos, for which it needs torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
@@ -154,7 +154,7 @@ def _tiles_model(config: Any, kind: Any, seed: int) -> Any:
 
 
 def tiles_processor(**options: Any) -> Any:
-    """Return a processor that cuts pictures into tiles, at most three in a row or a column."""
+    """Return a processor that cuts images into tiles, at most three in a row or a column."""
     images = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 3 * TILE - 8}, max_image_size={"longest_edge": TILE}, **options
     )

@@ -1,4 +1,4 @@
-"""Files that read pictures in tiles generate what transformers' processor and generate() do, token for token."""
+"""Files that read images in tiles generate what transformers' processor and generate() do, token for token."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import picture_models
+from support import image_models
 
 from tformer_export import export
 from tformer_export.sources import load_source
-from tformer_export.sources.hugging_face.images import read_picture_steps
+from tformer_export.sources.hugging_face.images import read_image_steps
 from tformer_runtime import InputError, Model
 
 TOKENS = 8
 SIZES = ((20, 90), (64, 64), (200, 31), (33, 40))  # height, width: one row of tiles, a square, one column, 3 x 3
 
 
-def picture(height, width, seed=0):
+def random_image(height, width, seed=0):
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((width, height))
 
@@ -25,7 +25,7 @@ def picture(height, width, seed=0):
 @pytest.fixture(scope="module", params=[pytest.param("idefics3", marks=pytest.mark.thorough), "smolvlm"])
 def exported(request, tmp_path_factory):
     """Return module, processor, the loaded file and the report of an export from a folder."""
-    module, processor = getattr(picture_models, request.param)(), picture_models.tiles_processor()
+    module, processor = getattr(image_models, request.param)(), image_models.tiles_processor()
     folder = tmp_path_factory.mktemp(request.param)
     module.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -33,8 +33,8 @@ def exported(request, tmp_path_factory):
     return module, processor, Model.load(folder / "model.onnx", "cpu", threads=1), report
 
 
-def expected_ids(module, processor, text, pictures, **options):
-    inputs = processor(text=[text], images=pictures or None, return_tensors="pt")
+def expected_ids(module, processor, text, images, **options):
+    inputs = processor(text=[text], images=images or None, return_tensors="pt")
     with torch.no_grad():
         ids = module.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=2, **options)
     return tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())
@@ -47,21 +47,21 @@ def test_export_is_proven_with_tiles(exported):
 
 
 def test_generated_ids_match_transformers(exported):
-    """Pictures of other grids; prompts with several pictures, and with none, alone and in one batch."""
+    """Images of other grids; prompts with several images, and with none, alone and in one batch."""
     module, processor, model, _ = exported
-    one, two, three, four = (picture(*size, seed) for seed, size in enumerate(SIZES))
+    one, two, three, four = (random_image(*size, seed) for seed, size in enumerate(SIZES))
     prompts = [
         ("what <image> is?", [one]),
         ("<image>", [two]),
         ("a <image> b<image><image>", [three, one, four]),
-        ("no picture", []),
+        ("no image", []),
     ]
     expected = [expected_ids(module, processor, *prompt) for prompt in prompts]
     assert len(set(expected)) == len(expected)
     assert [
         model.generate(text, images=images, max_new_tokens=TOKENS).token_ids for text, images in prompts
     ] == expected
-    together = model.generate_batch([model.pictured_prompt(*prompt) for prompt in prompts], max_new_tokens=TOKENS)
+    together = model.generate_batch([model.image_prompt(*prompt) for prompt in prompts], max_new_tokens=TOKENS)
     assert [result.token_ids for result in together] == expected
     beams = expected_ids(module, processor, *prompts[0], num_beams=3)
     assert model.generate(prompts[0][0], images=[one], num_beams=3, max_new_tokens=TOKENS).token_ids == beams
@@ -69,17 +69,17 @@ def test_generated_ids_match_transformers(exported):
 
 def test_ids_and_tiles_match_the_processor(exported):
     _, processor, model, _ = exported
-    pictures = [picture(*size, seed) for seed, size in enumerate(SIZES)]
+    images = [random_image(*size, seed) for seed, size in enumerate(SIZES)]
     text = "<image>".join(["a", "b", "c", "d", "e"])
-    expected = processor(text=[text], images=pictures, return_tensors="np")
-    sources, ids, _ = model.inputs.generation_inputs(model.pictured_prompt(text, pictures))
+    expected = processor(text=[text], images=images, return_tensors="np")
+    sources, ids, _ = model.inputs.generation_inputs(model.image_prompt(text, images))
     assert ids.tolist() == expected["input_ids"][0].tolist()
     np.testing.assert_allclose(sources["pixel_values"], expected["pixel_values"][0], atol=1e-6)
 
 
 def test_conversation_matches_transformers(exported):
     module, processor, model, _ = exported
-    image = picture(*SIZES[0])
+    image = random_image(*SIZES[0])
     content = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
@@ -93,16 +93,16 @@ def test_conversation_matches_transformers(exported):
 
 def test_too_many_tiles_are_refused(exported):
     *_, model, _ = exported
-    with pytest.raises(InputError, match=r"30 pictures take \d+ tokens and the model holds 772: give fewer"):
-        model.generate("<image>" * 30, images=[picture(64, 64)] * 30)
+    with pytest.raises(InputError, match=r"30 images take \d+ tokens and the model holds 772: give fewer"):
+        model.generate("<image>" * 30, images=[random_image(64, 64)] * 30)
 
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_tiles_of_any_shape_match_transformers(splits):
-    processor = picture_models.tiles_processor(do_image_splitting=splits).image_processor
-    steps = read_picture_steps(processor, 3)
+    processor = image_models.tiles_processor(do_image_splitting=splits).image_processor
+    steps = read_image_steps(processor, 3)
     for height, width in ((1, 1), (1, 300), (300, 1), (87, 88), (88, 87), (31, 97), (500, 499), (64, 200)):
-        image = picture(height, width)
+        image = random_image(height, width)
         read = processor([[image]], return_tensors="np", return_row_col_info=True)
         tiles, grid = steps.tiles(image)
         assert grid == (read["rows"][0][0], read["cols"][0][0])

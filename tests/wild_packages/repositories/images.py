@@ -1,4 +1,4 @@
-"""Models of pictures and films of public repositories."""
+"""Models of images and films of public repositories."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def levit() -> nn.Module:
 
 
 def one(package: str, model: str, build: Any, commit: str, *shape: int, name: str = "x", **more: Any) -> Entry:
-    """Return the entry of a model whose only input is a picture of one size."""
+    """Return the entry of a model whose only input is an image of one size."""
     told = {"axes": {name: (0,)}, **more.pop("told", {})}
     return Entry(package, model, build, {name: numbers(*(shape or (3, 32, 32)))}, told=told, commit=commit, **more)
 

@@ -1,4 +1,4 @@
-"""Encoders of pictures of one size, with attention over all of the picture or in windows."""
+"""Encoders of images of one size, with attention over all of the image or in windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that reads pictures as patches of a grid, and places them on it, called with pictures of one size."""
+"""A model that reads images as patches of a grid, and places them on it, called with images of one size."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tformer_export.sources.pictures.whole_batch import AllItemsKept
+from tformer_export.sources.image_axes.whole_batch import AllItemsKept
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """How a picture of one size becomes patches.
+    """How an image of one size becomes patches.
 
-    patch: the edge of a patch. merge: patches that become one position, along each edge. frames: times that the picture
+    patch: the edge of a patch. merge: patches that become one position, along each edge. frames: times that the image
     is repeated in each patch. rows, columns: of patches. window: the edge of the windows of attention in positions, of
-    which the picture has whole ones; 0 for none.
+    which the image has whole ones; 0 for none.
     """
 
     patch: int
@@ -29,25 +29,25 @@ class PatchGrid:
 
     @property
     def height(self) -> int:
-        """The height of a picture in pixels."""
+        """The height of an image in pixels."""
         return self.rows * self.patch
 
     @property
     def width(self) -> int:
-        """The width of a picture in pixels."""
+        """The width of an image in pixels."""
         return self.columns * self.patch
 
     @property
     def positions(self) -> int:
-        """The positions of a picture in the prompt."""
+        """The positions of an image in the prompt."""
         return self.rows * self.columns // self.merge**2
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return (pictures, patches, channels · frames · patch²) of pixels (pictures, channels, height, width)."""
+        """Return (images, patches, channels · frames · patch²) of pixels (images, channels, height, width)."""
         blocks: Any = pixels
         blocks = blocks.unflatten(3, (self.columns // self.merge, self.merge, self.patch))
         blocks = blocks.unflatten(2, (self.rows // self.merge, self.merge, self.patch))
-        blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)  # pictures, blocks, patches of a block, channels, patch
+        blocks = blocks.permute(0, 2, 5, 3, 6, 1, 4, 7)  # images, blocks, patches of a block, channels, patch
         blocks = blocks.flatten(1, 4).unsqueeze(3)
         patches: torch.Tensor = blocks.expand(-1, -1, -1, self.frames, -1, -1).flatten(2)
         return patches
@@ -61,13 +61,13 @@ class PatchGrid:
         return pixels
 
     def places(self) -> torch.Tensor:
-        """Return the row and the column of each patch of a picture, (patches, 2), in the order of `patches`."""
+        """Return the row and the column of each patch of an image, (patches, 2), in the order of `patches`."""
         row, column = torch.meshgrid(torch.arange(self.rows), torch.arange(self.columns), indexing="ij")
         blocks = (self.rows // self.merge, self.merge, self.columns // self.merge, self.merge)
         return torch.stack([place.reshape(blocks).transpose(1, 2).flatten() for place in (row, column)], -1)
 
     def window_index(self) -> torch.Tensor:
-        """Return the positions of a picture in the order of its windows, (positions,)."""
+        """Return the positions of an image in the order of its windows, (positions,)."""
         rows, columns = self.rows // self.merge, self.columns // self.merge
         blocks = (rows // self.window, self.window, columns // self.window, self.window)
         return torch.arange(rows * columns).reshape(blocks).transpose(1, 2).flatten()
@@ -75,25 +75,25 @@ class PatchGrid:
     def position_ids(self, is_placeholder: torch.Tensor) -> torch.Tensor:
         """Return the positions in time, height and width, (3, batch, time). is_placeholder: (batch, time).
 
-        The positions of a picture begin where the text before it ends. The text behind it goes on at the greatest.
+        The positions of an image begin where the text before it ends. The text behind it goes on at the greatest.
         """
         time = is_placeholder.shape[1]
         causal = torch.ones(time, time, dtype=torch.bool).tril()
         count = (is_placeholder.unsqueeze(1) & causal).sum(-1)
         rows, columns = self.rows // self.merge, self.columns // self.merge
         before = torch.where(is_placeholder, count - 1, count)  # placeholders before each position
-        picture = before.div(self.positions, rounding_mode="floor")
-        within = before - picture * self.positions
-        start = torch.arange(time) - before + picture * max(rows, columns)
+        image = before.div(self.positions, rounding_mode="floor")
+        within = before - image * self.positions
+        start = torch.arange(time) - before + image * max(rows, columns)
         row, column = within.div(columns, rounding_mode="floor"), within % columns
         places = (torch.zeros_like(row), row, column)
         return torch.stack([torch.where(is_placeholder, start + place, start) for place in places])
 
 
-class GridPicturesModule(nn.Module):
-    """Calls `module` with the embeddings of ids and pictures, and their positions.
+class GridImagesModule(nn.Module):
+    """Calls `module` with the embeddings of ids and images, and their positions.
 
-    grid: of each picture. token_id: of a placeholder.
+    grid: of each image. token_id: of a placeholder.
     """
 
     def __init__(self, module: nn.Module, grid: PatchGrid, token_id: int) -> None:
@@ -101,9 +101,9 @@ class GridPicturesModule(nn.Module):
         self.module, self.grid, self.token_id = module, grid, token_id
 
     def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor, **others: Any) -> Any:
-        """Call the module. A request may have no pictures.
+        """Call the module. A request may have no images.
 
-        pixel_values: (batch, pictures, channels, height, width). input_ids: (batch, time).
+        pixel_values: (batch, images, channels, height, width). input_ids: (batch, time).
         """
         module: Any = self.module
         torch._check(pixel_values.shape[0] == input_ids.shape[0])  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ class GridPicturesModule(nn.Module):
         return module(inputs_embeds=embeddings, position_ids=positions, **others)
 
     def _features(self, patches: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all pictures, (pictures · positions, d). patches: (pictures, patches, numbers)."""
+        """Return the rows of all images, (images · positions, d). patches: (images, patches, numbers)."""
         module: Any = self.module
         count, each = patches.shape[:2]
         windows: dict[str, torch.Tensor] = {}

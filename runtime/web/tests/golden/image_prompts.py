@@ -1,4 +1,4 @@
-"""Results of the Python runtime for tiny models that read pictures in their prompts, whole and in tiles."""
+"""Results of the Python runtime for tiny models that read images in their prompts, whole and in tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = {
 }
 PROMPTS: list[tuple[str, list[int]]] = [
     ("what <image> is <image>this", [0, 1]),
-    ("no picture here", []),
+    ("no image here", []),
     ("<image>abc", [2]),
     ("look <image><image><image> now", [2, 0, 1]),
 ]
@@ -30,12 +30,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def given(picture: np.ndarray) -> np.ndarray:
-    """Return a picture as an array that the Python runtime reads."""
-    return picture[:, :, 0] if picture.shape[2] == 1 else picture
+def given(image: np.ndarray) -> np.ndarray:
+    """Return an image as an array that the Python runtime reads."""
+    return image[:, :, 0] if image.shape[2] == 1 else image
 
 
-def refusals(model: Model, pictures: list[np.ndarray]) -> list[list[Any]]:
+def refusals(model: Model, images: list[np.ndarray]) -> list[list[Any]]:
     calls: list[tuple[Any, list[int]]] = [
         ("one <image>", [0, 1]),
         ("one <image>", []),
@@ -45,7 +45,7 @@ def refusals(model: Model, pictures: list[np.ndarray]) -> list[list[Any]]:
     cases = []
     for prompt, places in calls:
         try:
-            model.generate(prompt, images=[pictures[place] for place in places])
+            model.generate(prompt, images=[images[place] for place in places])
         except TformerError as error:
             cases.append([prompt, places, str(error)])
     assert len(cases) == len(calls)
@@ -54,11 +54,11 @@ def refusals(model: Model, pictures: list[np.ndarray]) -> list[list[Any]]:
 
 def case(name: str, file: GoldenFile) -> dict[str, Any]:
     model, random = Model.load(BUILD / f"{name}.onnx", threads=1), np.random.default_rng(5)
-    pictures = [random.integers(0, 256, size, np.uint8) for size in SIZES[name]]
-    images = [given(picture) for picture in pictures]
-    inputs = [model.pictured_prompt(text, [images[place] for place in places]) for text, places in PROMPTS]
+    drawn = [random.integers(0, 256, size, np.uint8) for size in SIZES[name]]
+    images = [given(image) for image in drawn]
+    inputs = [model.image_prompt(text, [images[place] for place in places]) for text, places in PROMPTS]
     reads = [model.inputs.generation_inputs(value) for value in inputs]
-    prefix = model.cache_prefix(model.pictured_prompt("what <image> is", [images[0]]))
+    prefix = model.cache_prefix(model.image_prompt("what <image> is", [images[0]]))
     chat = model.chat()
     parts = [{"type": "image", "image": images[0]}, {"type": "text", "text": "what?"}]
     turns = [parts, "and then?", [*parts, {"type": "image", "image": images[2]}]]
@@ -66,7 +66,7 @@ def case(name: str, file: GoldenFile) -> dict[str, Any]:
     prompt = model.prompt([{"role": "user", "content": parts}])
     return {
         "name": name,
-        "pictures": [file.array(picture) for picture in pictures],
+        "images": [file.array(image) for image in drawn],
         "prompts": PROMPTS,
         "ids": [ids.tolist() for _, ids, _ in reads],
         "pixels": [file.array(sources["pixel_values"]) for sources, _, _ in reads],

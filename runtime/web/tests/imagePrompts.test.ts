@@ -15,7 +15,7 @@ import { expectResult, type PlainResult } from "./support/plainResult.js";
 
 interface Case {
   name: string;
-  pictures: Place<"uint8">[];
+  images: Place<"uint8">[];
   prompts: [string, number[]][];
   ids: number[][];
   pixels: Place<"float32">[];
@@ -27,7 +27,7 @@ interface Case {
   refused: [string | number[], number[], string][];
 }
 
-const golden = new Golden<Case>("pictured_prompts.py");
+const golden = new Golden<Case>("image_prompts.py");
 
 function compareAll(found: readonly Result[], expected: readonly PlainResult[]): void {
   expect(found.length).toBe(expected.length);
@@ -43,12 +43,12 @@ async function all<T>(values: AsyncIterable<T>): Promise<T[]> {
 describe.each(["node", "wasm"])("on %s", (device) => {
   test.each(golden.cases)("$name", async (one) => {
     const model = await Model.load(modelPath(one.name), { device, threads: 1 });
-    const images: ImageInput[] = one.pictures.map((place) => {
+    const images: ImageInput[] = one.images.map((place) => {
       const [height, width] = place.shape;
       return { data: golden.array(place), width, height };
     });
     const picked = (places: number[]) => places.map((place) => images[place]);
-    const inputs = one.prompts.map(([text, places]) => model.picturedPrompt(text, picked(places)));
+    const inputs = one.prompts.map(([text, places]) => model.imagePrompt(text, picked(places)));
 
     const reader = (model as unknown as { inputs: Inputs }).inputs;
     inputs.forEach((input, i) => {
@@ -77,7 +77,7 @@ describe.each(["node", "wasm"])("on %s", (device) => {
     const pieces = await all(model.stream(text, { maxNewTokens: 12, images: picked(places) }));
     expect(pieces.join("")).toBe(one.runs[0][1][0].text);
 
-    const prefix = await model.cachePrefix(model.picturedPrompt("what <image> is", [images[0]]));
+    const prefix = await model.cachePrefix(model.imagePrompt("what <image> is", [images[0]]));
     const continued = await all(model.generateBatch([" it", "?", " now"], { prefix, maxNewTokens: 7 }));
     compareAll(continued, one.continued);
     await expect(model.generate("<image>", { prefix, images: [images[0]] })).rejects.toThrow(
@@ -106,24 +106,24 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       expect((error as Error).message).toBe(message);
     }
     await expect(model.generate("<image>", { images: images[0] as never })).rejects.toThrow(
-      "pixel_values takes a list of pictures; a single picture is a list of one: [picture]",
+      "pixel_values takes a list of images; a single image is a list of one: [image]",
     );
     await expect(model.generate("<image><image>", { images: [images[0], { ...images[1], width: 0 }] })).rejects.toThrow(
-      /^picture 2: /,
+      /^image 2: /,
     );
-    await expect(model.generate(inputs[0], { images: [] })).rejects.toThrow("has its pictures already");
+    await expect(model.generate(inputs[0], { images: [] })).rejects.toThrow("has its images already");
     const url = [{ role: "user", content: [{ type: "image", url: "https://example.org/a.png" }] }];
-    await expect(model.prompt(url as never)).rejects.toThrow("a picture of a message is decoded before");
+    await expect(model.prompt(url as never)).rejects.toThrow("an image of a message is decoded before");
     expect(model.memory().usedBytes).toBe(0);
     await model.dispose();
   });
 
-  test("a model of texts refuses pictures", async () => {
+  test("a model of texts refuses images", async () => {
     const model = await Model.load(modelPath("words"), { device, threads: 1 });
     const image = { data: new Uint8Array(3), width: 1, height: 1 };
     await expect(model.generate("a", { images: [image] })).rejects.toThrow(UnsupportedCallError);
     const message = [{ role: "user", content: [{ type: "image" as const, image }] }];
-    await expect(model.prompt(message)).rejects.toThrow(/reads no pictures|no chat template/);
+    await expect(model.prompt(message)).rejects.toThrow(/reads no images|no chat template/);
     await model.dispose();
   });
 });

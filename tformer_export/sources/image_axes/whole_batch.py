@@ -1,4 +1,4 @@
-"""Selections and splits of items, such as pictures, that keep all of them, while a model is traced.
+"""Selections and splits of items, such as images, that keep all of them, while a model is traced.
 
 A batch whose requests have different numbers of items is padded with empty ones, and many models remove these again:
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tformer_export.sources.pictures.joined_rows import Rows
+from tformer_export.sources.image_axes.joined_rows import Rows
 
 _CAT = torch.cat  # which a trace patches
 

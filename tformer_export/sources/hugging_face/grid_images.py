@@ -1,7 +1,7 @@
-"""Pictures as patches of a grid, whose size a model reads from its input `image_grid_thw`, at one size for a file.
+"""Images as patches of a grid, whose size a model reads from its input `image_grid_thw`, at one size for a file.
 
-transformers' processors keep the size of a picture, rounded to whole patches, so that each picture has another grid. A
-file has one grid. It resizes each picture to the size of the grid, with the processor's filter. For pictures that the
+transformers' processors keep the size of an image, rounded to whole patches, so that each image has another grid. A
+file has one grid. It resizes each image to the size of the grid, with the processor's filter. For images that the
 processor itself would bring to this size, both compute the same.
 """
 
@@ -15,9 +15,9 @@ import torch
 
 from tformer_export.sources.base import eval_mode
 from tformer_export.sources.call.signature import parameters_of
-from tformer_export.sources.hugging_face.images import converts_itself, draw_pictures
-from tformer_export.sources.pictures.grid import GridPicturesModule, PatchGrid
-from tformer_export.sources.pictures.one_size import IDS, PIXELS
+from tformer_export.sources.hugging_face.images import converts_itself, draw_images
+from tformer_export.sources.image_axes.grid import GridImagesModule, PatchGrid
+from tformer_export.sources.image_axes.one_size import IDS, PIXELS
 from tformer_runtime.base.errors import SourceError
 from tformer_runtime.preprocess.images import FILTERS, MAX_PIXELS, ImagePreprocessor
 
@@ -25,12 +25,12 @@ GRID = "image_grid_thw"
 
 
 def reads_grid(module: Any) -> bool:
-    """Return whether a transformers model needs the grids of its pictures."""
+    """Return whether a transformers model needs the grids of its images."""
     return GRID in parameters_of(module)
 
 
-def read_grid(module: Any, picture_size: tuple[int, int] | None) -> PatchGrid:
-    """Return the grid of pictures of one size, height and width in pixels.
+def read_grid(module: Any, image_size: tuple[int, int] | None) -> PatchGrid:
+    """Return the grid of images of one size, height and width in pixels.
 
     Raises SourceError without a size, for one that is no multiple of the patches, and for a config that names no
     patches.
@@ -43,22 +43,22 @@ def read_grid(module: Any, picture_size: tuple[int, int] | None) -> PatchGrid:
     patch, merge, frames = map(int, numbers)
     window = int(getattr(vision, "window_size", None) or 0) // (patch * merge)
     unit = patch * merge * max(1, window)
-    if picture_size is None:
+    if image_size is None:
         raise SourceError(
-            f"{type(module).__name__} reads pictures at their own size, and a file reads them at one size, to which it "
-            "resizes them: give it with --picture-size HEIGHTxWIDTH (picture_size=(height, width)), in multiples of "
+            f"{type(module).__name__} reads images at their own size, and a file reads them at one size, to which it "
+            "resizes them: give it with --image-size HEIGHTxWIDTH (image_size=(height, width)), in multiples of "
             f"{unit} pixels"
         )
-    height, width = picture_size
+    height, width = image_size
     if min(height, width) < unit or height % unit or width % unit:
-        raise SourceError(f"a picture size has multiples of {unit} pixels, not {height}x{width}")
+        raise SourceError(f"an image size has multiples of {unit} pixels, not {height}x{width}")
     if height * width > MAX_PIXELS:
-        raise SourceError(f"a picture size has at most {MAX_PIXELS:,} pixels, not {height}x{width}")
+        raise SourceError(f"an image size has at most {MAX_PIXELS:,} pixels, not {height}x{width}")
     return PatchGrid(patch, merge, frames, height // patch, width // patch, window)
 
 
 class GridProcessor:
-    """A processor of transformers, of texts and pictures, that resizes pictures to the size of a grid first."""
+    """A processor of transformers, of texts and images, that resizes images to the size of a grid first."""
 
     def __init__(self, processor: Any, grid: PatchGrid) -> None:
         """Raises SourceError if the processor changes the size, or does something else than the file."""
@@ -68,7 +68,7 @@ class GridProcessor:
         settings = processor.image_processor
         if getattr(settings, "resample", None) not in range(len(FILTERS)):
             raise SourceError(f"the image processor {type(settings).__name__} names no filter of Pillow (resample)")
-        self.images = ImagePreprocessor(
+        self.preprocessor = ImagePreprocessor(
             size={"height": grid.height, "width": grid.width},
             resample=FILTERS[int(settings.resample)],
             scale=float(settings.rescale_factor) if settings.do_rescale else None,
@@ -78,14 +78,14 @@ class GridProcessor:
         )
 
     def __call__(self, text: Sequence[str], images: Sequence[Any] | None, **options: Any) -> Mapping[str, Any]:
-        """Return the ids and, for pictures, the pixels (pictures, channels, height, width)."""
+        """Return the ids and, for images, the pixels (images, channels, height, width)."""
         read = dict(self.raw(text, images, **options))
         if images:
             grids, expected = np.asarray(read[GRID]), (1, self._grid.rows, self._grid.columns)
             if any(tuple(grid) != expected for grid in grids):
                 raise SourceError(
-                    f"the processor brings a picture of {self._grid.height}x{self._grid.width} pixels to another size, "
-                    "by its limits on the number of pixels: choose a picture size within these"
+                    f"the processor brings an image of {self._grid.height}x{self._grid.width} pixels to another size, "
+                    "by its limits on the number of pixels: choose an image size within these"
                 )
             patches = np.asarray(read[PIXELS], np.float32)
             patches = patches.reshape(len(images), -1, patches.shape[-1])
@@ -93,28 +93,28 @@ class GridProcessor:
         return {name: value for name, value in read.items() if name in (IDS, PIXELS, "text_replacement_offsets")}
 
     def raw(self, text: Sequence[str], images: Sequence[Any] | None, **options: Any) -> Mapping[str, Any]:
-        """Return the processor's own outputs for pictures of the size."""
-        size, resample = (self._grid.width, self._grid.height), FILTERS.index(self.images.resample)
-        resized = [self.images.converted(picture).resize(size, resample) for picture in images or ()]
+        """Return the processor's own outputs for images of the size."""
+        size, resample = (self._grid.width, self._grid.height), FILTERS.index(self.preprocessor.resample)
+        resized = [self.preprocessor.converted(image).resize(size, resample) for image in images or ()]
         read: Mapping[str, Any] = self._processor(text=list(text), images=resized or None, **options)
         return read
 
 
 def _is_on_white(processor: Any, size: tuple[int, int]) -> bool:
-    """Return whether an image processor lays transparent pictures on white. Versions of transformers differ."""
+    """Return whether an image processor lays transparent images on white. Versions of transformers differ."""
     from PIL import Image
 
     clear, white = Image.new("RGBA", size, (0, 0, 0, 0)), Image.new("RGB", size, "white")
-    laid, expected = (np.asarray(processor(images=picture)[PIXELS]) for picture in (clear, white))
+    laid, expected = (np.asarray(processor(images=image)[PIXELS]) for image in (clear, white))
     return np.array_equal(laid, expected)
 
 
-def check_grid(wrapped: GridPicturesModule, module: Any, processor: GridProcessor) -> None:
+def check_grid(wrapped: GridImagesModule, module: Any, processor: GridProcessor) -> None:
     """Raise SourceError if the model gives other logits with all outputs of its processor."""
-    text, pictures = f"a{processor.image_token}b{processor.image_token}c", draw_pictures()[:2]
-    raw = processor.raw([text], pictures, return_tensors="pt")
+    text, images = f"a{processor.image_token}b{processor.image_token}c", draw_images()[:2]
+    raw = processor.raw([text], images, return_tensors="pt")
     inputs = {name: value for name, value in raw.items() if name in parameters_of(module)}
-    pixels = torch.as_tensor(processor([text], pictures)[PIXELS])
+    pixels = torch.as_tensor(processor([text], images)[PIXELS])
     with eval_mode(wrapped), torch.no_grad():
         try:
             expected = module(**inputs, use_cache=False).logits
@@ -123,6 +123,6 @@ def check_grid(wrapped: GridPicturesModule, module: Any, processor: GridProcesso
         logits = wrapped(pixels[None], inputs[IDS], use_cache=False).logits
     if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3):
         raise SourceError(
-            f"{type(module).__name__} gives the tokens of a prompt with pictures other positions than those of a grid "
+            f"{type(module).__name__} gives the tokens of a prompt with images other positions than those of a grid "
             "of one frame: it is not supported"
         )

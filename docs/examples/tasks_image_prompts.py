@@ -1,4 +1,4 @@
-"""Save a small LLaVA with seeded random weights and its processor, and a picture: tasks_pictures.py FOLDER."""
+"""Save a small LLaVA with seeded random weights and its processor, and an image: tasks_image_prompts.py FOLDER."""
 
 import sys
 
@@ -40,7 +40,7 @@ model = transformers.LlavaForConditionalGeneration(
     transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=4)
 )
 for weight in model.parameters():
-    if weight.dim() > 1:  # large enough that pictures change what is generated
+    if weight.dim() > 1:  # large enough that images change what is generated
         torch.nn.init.normal_(weight, std=0.2)
 model.generation_config = transformers.GenerationConfig(eos_token_id=2, pad_token_id=0)
 model.save_pretrained(sys.argv[1])
