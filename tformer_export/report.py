@@ -197,7 +197,7 @@ class ExportReport:
             ("parity", self._parity_text),
         ]
         if (raw := self.parity.raw) is not None:
-            counted = {"texts": raw.texts, "pairs": raw.pairs, "images": raw.images, "sounds": raw.sounds}
+            counted = {"texts": raw.texts, "pairs": raw.pairs, "images": raw.images, "recordings": raw.recordings}
             compared = ", ".join(f"{count} {kind}" for kind, count in counted.items() if count)
             same = f"max |Δ| {raw.error:.1e} ({raw.relative:.1e} of the range)"
             if raw.tokens:

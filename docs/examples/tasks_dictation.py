@@ -37,13 +37,13 @@ def melody(text):
         parts.append(0.3 * random.uniform(0.6, 1) * np.minimum(1, np.minimum(time, time[::-1]) * 50) * tone)
         notes.append((at / RATE, (at + len(time)) / RATE, letter))
         parts.append(np.zeros(int(RATE * random.uniform(0.05, 0.1))))
-    sound = np.concatenate(parts)
-    return (sound + 0.003 * random.standard_normal(len(sound))).astype(np.float32), notes
+    audio = np.concatenate(parts)
+    return (audio + 0.003 * random.standard_normal(len(audio))).astype(np.float32), notes
 
 
 def example():
     """A window of a melody, and its ids."""
-    sound, notes = melody(random.choice(list(NOTES), random.integers(1, 10)))
+    audio, notes = melody(random.choice(list(NOTES), random.integers(1, 10)))
     begin = random.choice([0.0, *(end for _, end, _ in notes[:-1])])
     german, times = random.random() < 0.5, random.random() < 0.7
     ids = [ID["<|startoftranscript|>"], ID["<|de|>" if german else "<|en|>"], ID["<|transcribe|>"]]
@@ -55,7 +55,7 @@ def example():
             ids += [TIME + start, text, TIME + end] if times else [text]
         elif 0 <= start < STEPS and times:
             ids.append(TIME + start)  # it is read in the next window
-    return sound[int(begin * RATE) :][:RATE], [*ids, END]
+    return audio[int(begin * RATE) :][:RATE], [*ids, END]
 
 
 config = transformers.WhisperConfig(
@@ -70,11 +70,11 @@ steps = 1200
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
 rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
 for _ in range(steps):
-    sounds, ids = zip(*(example() for _ in range(24)), strict=True)
-    features = extractor(list(sounds), sampling_rate=RATE, return_tensors="pt").input_features
+    recordings, ids = zip(*(example() for _ in range(24)), strict=True)
+    features = extractor(list(recordings), sampling_rate=RATE, return_tensors="pt").input_features
     given = torch.nn.utils.rnn.pad_sequence([torch.tensor(row[:-1]) for row in ids], True, END)
     wanted = torch.nn.utils.rnn.pad_sequence([torch.tensor(row[1:]) for row in ids], True, -100)
-    wanted[:, 0] = ID["<|en|>"]  # a sound does not tell its language
+    wanted[:, 0] = ID["<|en|>"]  # a recording does not tell its language
     loss = model(input_features=features, decoder_input_ids=given, labels=wanted).loss
     optimizer.zero_grad()
     loss.backward()

@@ -31,8 +31,8 @@ def melody(text, seconds=0.16, rate=RATE):
         envelope = np.minimum(1, np.minimum(time, time[::-1]) * 50)
         tone = sum(np.sin(2 * np.pi * NOTES[letter] * k * time) / k**2 for k in (1, 2, 3)) if letter in NOTES else 0
         parts += [0.3 * random.uniform(0.6, 1) * envelope * tone * (letter in NOTES), np.zeros(int(rate * 0.04))]
-    sound = np.concatenate(parts)
-    return (sound + 0.003 * random.standard_normal(len(sound))).astype(np.float32)
+    audio = np.concatenate(parts)
+    return (audio + 0.003 * random.standard_normal(len(audio))).astype(np.float32)
 
 
 def text():

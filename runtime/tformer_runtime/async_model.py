@@ -314,20 +314,20 @@ class AsyncModel:
         filled: Filled = await self._predict(call, text, deadline)
         return filled
 
-    async def transcribe(self, sound: Any, deadline: float | None = None, **settings: Any) -> Transcription:
-        """Return the transcription of a sound, as `Model.transcribe` does.
+    async def transcribe(self, audio: Any, deadline: float | None = None, **settings: Any) -> Transcription:
+        """Return the transcription of a recording, as `Model.transcribe` does.
 
-        The windows of a sound are requests one after another, which a generative model decodes together with windows of
-        other sounds.
+        The windows of a recording are requests one after another, which a generative model decodes together with
+        windows of other recordings.
         """
         model = self.model
         model.calls.must_be_open()
         if is_speech_to_text(model.manifest):
             return await self._transcribe_by_generation(
-                sound, deadline, model.calls.transcriber.task.settings(settings)
+                audio, deadline, model.calls.transcriber.task.settings(settings)
             )
         call = model.calls.single_pass("transcribe", settings, kind=CtcRecognition)
-        transcription: Transcription = await self._predict(call, sound, deadline)
+        transcription: Transcription = await self._predict(call, audio, deadline)
         return transcription
 
     async def forecast(
@@ -426,11 +426,11 @@ class AsyncModel:
         return call.result
 
     async def _transcribe_by_generation(
-        self, sound: Any, deadline: float | None, settings: Mapping[str, Any]
+        self, audio: Any, deadline: float | None, settings: Mapping[str, Any]
     ) -> Transcription:
         transcriber, generator = self.model.calls.transcriber, self.model.generator
         async with self._place(deadline) as ends_at:
-            state = await self._read(partial(transcriber.begin, sound, settings), sound, ends_at)
+            state = await self._read(partial(transcriber.begin, audio, settings), audio, ends_at)
             while (following := transcriber.next_request(state)) is not None:
                 async with self._run(Generation(generator, *following, self._max_batch_size, ends_at)) as job:
                     await job.finished

@@ -402,7 +402,7 @@ class Model:
         if is_speech_to_text(self.manifest):
             if truncate:
                 raise OptionError(
-                    "truncate is not for a model that transcribes speech: it reads sounds of any length",
+                    "truncate is not for a model that transcribes speech: it reads recordings of any length",
                     option="truncate",
                 )
             self.manifest.adapter_number(adapter)
@@ -550,25 +550,25 @@ class Model:
         """
         return self.calls.token_reader.read(self.calls.attentions(input, truncate, adapter, **settings))
 
-    def transcribe(self, sound: Any, **settings: Any) -> Transcription:
-        """Return the transcription of a sound.
+    def transcribe(self, audio: Any, **settings: Any) -> Transcription:
+        """Return the transcription of a recording.
 
-        sound: the name or the bytes of a file, samples, or a pair of samples and their rate (`AudioPreprocessor.read`).
+        audio: the name or the bytes of a file, samples, or a pair of samples and their rate (`AudioPreprocessor.read`).
         settings: see `transcribe_batch`.
         Raise InputError, OptionError, MissingExtraError, or UnsupportedCallError for a model of another task.
         """
-        return next(self.transcribe_batch([sound], 1, **settings))
+        return next(self.transcribe_batch([audio], 1, **settings))
 
     def transcribe_batch(
-        self, sounds: Iterable[Any], batch_size: int = 8, workers: int = 1, **settings: Any
+        self, recordings: Iterable[Any], batch_size: int = 8, workers: int = 1, **settings: Any
     ) -> Iterator[Transcription]:
-        """Run `transcribe` for any number of sounds. Return the results in the order of the sounds.
+        """Run `transcribe` for any number of recordings. Return the results in the order of the recordings.
 
-        sounds: read lazily.
+        recordings: read lazily.
         settings of a CTC model:
             timestamps: True or "word" for the times of words, "char" for the times of characters.
             num_beams: hypotheses at each frame.
-            chunk_length_s, stride_length_s: seconds of a window of a long sound, and of its context on each side.
+            chunk_length_s, stride_length_s: seconds of a window of a long recording, and of its context on each side.
         settings of a generative model:
             timestamps: whether segments have times.
             language: the spoken language, such as "en"; detected by default.
@@ -577,11 +577,11 @@ class Model:
         Other arguments: see `predict`.
         """
         self.calls.must_be_open()
-        sounds = _check_several(sounds)
+        recordings = _check_several(recordings)
         if is_speech_to_text(self.manifest):
-            return self.calls.transcriber.transcribe_all(sounds, batch_size, workers, self._index_offset, settings)
+            return self.calls.transcriber.transcribe_all(recordings, batch_size, workers, self._index_offset, settings)
         self.calls.task("transcribe", CtcRecognition)
-        return self.predict(sounds, batch_size, workers, **settings)
+        return self.predict(recordings, batch_size, workers, **settings)
 
     def info(self) -> dict[str, Any]:
         """Return facts about the file, the device and the kernels, as JSON values.

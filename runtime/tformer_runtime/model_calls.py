@@ -76,7 +76,7 @@ class ModelCalls:
             )
 
     def must_generate(self, call: str) -> None:
-        """Raise UnsupportedCallError for a model that does not generate text, or that transcribes sounds."""
+        """Raise UnsupportedCallError for a model that does not generate text, or that transcribes recordings."""
         self.must_decode(call)
         if is_speech_to_text(self._manifest):
             raise UnsupportedCallError(

@@ -38,7 +38,7 @@ _PATHS_OF_VECTORS = ("/v1/embeddings", "/v1/similarity", "/v1/rerank")
 def capabilities_of(manifest: Manifest) -> dict[str, Any]:
     """Return the paths that a model has, and facts for its form.
 
-    reads: "text", "images", "sounds", "series" or "numbers".
+    reads: "text", "images", "audio", "series" or "numbers".
     aligns: whether /v1/generate gives cross_attentions.
     times: the parts of a transcription that have times, "word" or "segment".
     mask: the token that /v1/fill fills in.
@@ -62,7 +62,7 @@ def capabilities_of(manifest: Manifest) -> dict[str, Any]:
         completions = [] if reads_json(manifest) or reads == "images" else ["/v1/completions"]
         return {"paths": [*chat, *completions, "/v1/generate"], "reads": reads, "aligns": aligns}
     if is_speech_to_text(manifest):
-        return {"paths": ["/v1/audio/transcriptions"], "reads": "sounds", "times": "segment"}
+        return {"paths": ["/v1/audio/transcriptions"], "reads": "audio", "times": "segment"}
     if manifest.decode is not None:
         return {"paths": [], "reads": "numbers"}
     task = task_of(manifest)
@@ -83,7 +83,7 @@ def missing_packages(manifest: Manifest) -> list[str]:
     if image_inputs(manifest.preprocessing):
         needs.append(("PIL", "reading images needs Pillow", "image"))
     if audio_of(manifest) is not None:
-        needs.append(("soundfile", "reading sound needs soundfile", "audio"))
+        needs.append(("soundfile", "reading audio needs soundfile", "audio"))
     return [f"{purpose}: {install_command(extra)}" for name, purpose, extra in needs if find_spec(name) is None]
 
 
@@ -103,7 +103,7 @@ def _paths_of_task(task: BaseTask) -> list[str]:
 
 def _kind_of_input(manifest: Manifest) -> str:
     if audio_of(manifest) is not None:
-        return "sounds"
+        return "audio"
     if manifest.encode is not None and not manifest.takes_prompt and image_inputs(manifest.preprocessing):
         return "images"
     return "text" if manifest.tokenizer_of else "numbers"

@@ -83,7 +83,7 @@ _FILE = click.Path(path_type=Path)
     metavar="SIZE",
     default=f"{MAX_UPLOAD_BYTES >> 20}M",
     show_default=True,
-    help="Refuse larger forms with a sound with 413.",
+    help="Refuse larger forms with a recording with 413.",
 )
 @click.option(
     "--max-bodies",

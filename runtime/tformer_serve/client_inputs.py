@@ -15,8 +15,8 @@ from tformer_runtime.preprocess.inputs import Input
 def checked_input(manifest: Manifest, input: str | list[Any] | dict[str, Any]) -> Input:
     """Return an input of a client for the runtime, for which a text could name a file of the server.
 
-    input: a text, ids, or a mapping from the names of the inputs. The value of an image or a sound is {"base64": …},
-        or a list of them.
+    input: a text, ids, or a mapping from the names of the inputs. The value of an image or a recording is
+        {"base64": …}, or a list of them.
     Raise InputError for a text where the model reads no text.
     """
     are_texts = _inputs(manifest)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 DEFAULT_PORT = 8080
 MAX_BODY_BYTES = 8 << 20  # an image in base64 fits; the text of half a million tokens, too
-MAX_UPLOAD_BYTES = 32 << 20  # six minutes of sound as WAV, some hours as MP3; OpenAI's API takes 25 MB
-MAX_BODIES_BYTES = 256 << 20  # 8 of the largest sounds at once, or 32 of the largest other bodies
+MAX_UPLOAD_BYTES = 32 << 20  # six minutes of audio as WAV, some hours as MP3; OpenAI's API takes 25 MB
+MAX_BODIES_BYTES = 256 << 20  # 8 of the largest recordings at once, or 32 of the largest other bodies
 MAX_QUEUE = 256
 DRAIN_SECONDS = 30.0
 
@@ -20,7 +20,7 @@ class ServerOptions:
     timeout: seconds of a request; a client may ask for fewer. None for no limit.
     drain_seconds: how long running requests may go on after a signal to stop.
     max_body_bytes: of a request in JSON, with its images.
-    max_upload_bytes: of a form with a sound.
+    max_upload_bytes: of a form with a recording.
     max_bodies_bytes: of the bodies of all open requests together.
     api_keys: a client has to show one of them. Empty: no key is asked for.
     admin_keys: an operator has to show one of them. Empty: the paths of operators are refused.

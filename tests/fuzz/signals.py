@@ -1,4 +1,4 @@
-"""Targets: images, sounds and series."""
+"""Targets: images, recordings and series."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PREPROCESSORS = (
     ImagePreprocessor({"shortest_edge": 8, "longest_edge": 20}, channels=1, resample="nearest"),
     ImagePreprocessor({"max_height": 16, "max_width": 16}, resample="box"),
 )
-SOUNDS = (
+AUDIO_PREPROCESSORS = (
     AudioPreprocessor(16000, normalize=True, min_samples=10),
     AudioPreprocessor(16000, LOG_MEL, num_mel_bins=4, n_fft=40, hop_length=20, max_frequency=8000.0, n_samples=1600),
 )
@@ -87,11 +87,11 @@ def run_image(data: bytes) -> None:
 
 
 @functools.cache
-def seed_sounds() -> list[bytes]:
+def seed_audio() -> list[bytes]:
     import soundfile
 
     samples = 0.3 * np.sin(np.arange(900) / 5)
-    sounds = []
+    recordings = []
     for kind, subtype in (
         ("WAV", "PCM_16"),
         ("WAV", "FLOAT"),
@@ -107,19 +107,19 @@ def seed_sounds() -> list[bytes]:
     ):
         data = io.BytesIO()
         soundfile.write(data, samples, 22050, subtype, format=kind)
-        sounds.append(data.getvalue())
+        recordings.append(data.getvalue())
     stereo = io.BytesIO()
     with wave.open(stereo, "wb") as file:
         file.setnchannels(2), file.setsampwidth(2), file.setframerate(16000)
         file.writeframes(np.zeros(600, "<i2").tobytes())
-    return [*sounds, stereo.getvalue()]
+    return [*recordings, stereo.getvalue()]
 
 
-def run_sound(data: bytes) -> None:
+def run_audio(data: bytes) -> None:
     failure = None
-    for sound in SOUNDS:
+    for preprocessor in AUDIO_PREPROCESSORS:
         try:
-            features = sound.from_samples(data)
+            features = preprocessor.from_samples(data)
         except Exception as error:
             failure = failure or error
             continue
@@ -206,7 +206,7 @@ IMAGE_WORDS = (
     b"II*\0",
     b"MM\0*",
 )
-SOUND_WORDS = (
+AUDIO_WORDS = (
     b"RIFF",
     b"WAVE",
     b"fmt ",
@@ -223,6 +223,6 @@ SOUND_WORDS = (
 
 SIGNALS = [
     Target("image", seed_images, lambda data, rng: mutate_bytes(data, rng, IMAGE_WORDS), run_image),
-    Target("sound", seed_sounds, lambda data, rng: mutate_bytes(data, rng, SOUND_WORDS), run_sound),
+    Target("audio", seed_audio, lambda data, rng: mutate_bytes(data, rng, AUDIO_WORDS), run_audio),
     Target("series", seed_series, mutate_series, run_series),
 ]

@@ -1,4 +1,4 @@
-"""Exported CTC models transcribe as transformers' feature extractor, module and tokenizer do for each sound.
+"""Exported CTC models transcribe as transformers' feature extractor, module and tokenizer do for each recording.
 
 Each model is exported once.
 """
@@ -23,7 +23,7 @@ from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, Wav2Vec
 
 from tformer_export import ExtraOutputs, Quantization, export
 from tformer_export.sources import load_source
-from tformer_export.verify.speech import check_sounds
+from tformer_export.verify.speech import check_audio
 from tformer_runtime import AsyncModel, InputError, Model, OptionError, ParityError, SourceError, UnsupportedCallError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import OutputMeaning
@@ -48,13 +48,13 @@ MODELS = {
 }
 
 
-def sound(seconds, seed=0, rate=16000):
+def random_audio(seconds, seed=0, rate=16000):
     random, time = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
     tones = sum(np.sin(2 * np.pi * p * time) * np.sin(7 * time + p) for p in random.uniform(100, 3000, 5))
     return (0.1 * tones + 0.05 * random.standard_normal(len(time))).astype(np.float32)
 
 
-SOUNDS = [sound(0.31, 1), sound(1.0, 2), sound(0.052, 3), sound(0.7, 4)]
+RECORDINGS = [random_audio(0.31, 1), random_audio(1.0, 2), random_audio(0.052, 3), random_audio(0.7, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def output_lines(*arguments):
     return result.stdout.splitlines()
 
 
-def transformers_results(model, processor, sound):
+def transformers_results(model, processor, recording):
     """Return logits, text, and offsets of words and characters from transformers."""
-    inputs = processor(sound, sampling_rate=16000, return_tensors="pt")
+    inputs = processor(recording, sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits[0]
     ids = logits.argmax(-1)[None]
@@ -107,21 +107,21 @@ def segments_in_seconds(offsets, name, model):
 @pytest.mark.parametrize("name", ["group", "layer", pytest.param("layer before", marks=pytest.mark.thorough)])
 def test_transcriptions_match_transformers(exported, name):
     _, path, model, processor, report = exported(name)
-    expected = [transformers_results(model, processor, sound) for sound in SOUNDS]
-    assert len({text for _, text, _, _ in expected}) == len(SOUNDS)  # the texts differ
-    assert report.parity.raw.sounds == 3
+    expected = [transformers_results(model, processor, recording) for recording in RECORDINGS]
+    assert len({text for _, text, _, _ in expected}) == len(RECORDINGS)  # the texts differ
+    assert report.parity.raw.recordings == 3
     assert report.parity.raw.relative < 1e-4
     loaded = Model.load(path)
     for batch_size, workers in ((8, 1), (1, 1), (2, 2)):
-        words = list(loaded.transcribe_batch(SOUNDS, batch_size, workers, timestamps=True))
+        words = list(loaded.transcribe_batch(RECORDINGS, batch_size, workers, timestamps=True))
         assert [result.text for result in words] == [text for _, text, _, _ in expected]
         for result, (logits, _, offsets, _) in zip(words, expected, strict=True):
             assert [(s.text, s.start, s.end) for s in result.segments] == segments_in_seconds(offsets, "word", model)
             assert result.score == pytest.approx(
                 float(torch.from_numpy(logits).log_softmax(-1).max(-1).values.sum()), rel=1e-3
             )
-    for sound, (_, text, _, offsets) in zip(SOUNDS, expected, strict=True):
-        result = loaded.transcribe(sound, timestamps="char")
+    for recording, (_, text, _, offsets) in zip(RECORDINGS, expected, strict=True):
+        result = loaded.transcribe(recording, timestamps="char")
         assert result.text == text
         assert [(s.text, s.start, s.end) for s in result.segments] == segments_in_seconds(offsets, "char", model)
 
@@ -134,7 +134,7 @@ def test_only_models_with_a_mask_are_padded(exported):
 
 
 def test_batches_are_limited_by_frames(exported, monkeypatch):
-    """A sound of 0.1 s has 1600 samples and 39 frames, so that eight sounds are one batch."""
+    """A recording of 0.1 s has 1600 samples and 39 frames, so that eight recordings are one batch."""
     _, path, model, processor, _ = exported("layer")  # exported before the counting begins
     batch_sizes, encode = [], Engine.encode
 
@@ -143,14 +143,18 @@ def test_batches_are_limited_by_frames(exported, monkeypatch):
         return encode(self, sources, rows, *rest, **options)
 
     monkeypatch.setattr(Engine, "encode", counting)
-    short_sounds = [sound(0.1, seed) for seed in range(8)]
-    actual = [result.text for result in Model.load(path, device="cpu").transcribe_batch([*short_sounds, SOUNDS[1]])]
-    assert actual == [transformers_results(model, processor, sound)[1] for sound in [*short_sounds, SOUNDS[1]]]
+    short_recordings = [random_audio(0.1, seed) for seed in range(8)]
+    actual = [
+        result.text for result in Model.load(path, device="cpu").transcribe_batch([*short_recordings, RECORDINGS[1]])
+    ]
+    assert actual == [
+        transformers_results(model, processor, recording)[1] for recording in [*short_recordings, RECORDINGS[1]]
+    ]
     assert batch_sizes == [1, 8]
 
 
 def test_out_of_memory_error_has_the_input_number(exported, monkeypatch):
-    """The other sounds of the batch run again without it."""
+    """The other recordings of the batch run again without it."""
     run_session = onnxruntime.InferenceSession.run_with_iobinding
 
     def run_with_memory_for_a_second(session, binding, *rest):
@@ -159,9 +163,9 @@ def test_out_of_memory_error_has_the_input_number(exported, monkeypatch):
             raise RuntimeError("bfc_arena.cc: Failed to allocate memory for requested buffer of size 13370000000")
 
     model = Model.load(exported("layer")[1], device="cpu")
-    expected = model.transcribe(SOUNDS[0]).text
+    expected = model.transcribe(RECORDINGS[0]).text
     monkeypatch.setattr(onnxruntime.InferenceSession, "run_with_iobinding", run_with_memory_for_a_second)
-    results = model.transcribe_batch([SOUNDS[0], sound(1.1)])
+    results = model.transcribe_batch([RECORDINGS[0], random_audio(1.1)])
     assert next(results).text == expected
     with pytest.raises(InputError, match=r"input 2: there is not enough memory .*\(1, 17600\).*: cut it into parts"):
         next(results)
@@ -170,10 +174,10 @@ def test_out_of_memory_error_has_the_input_number(exported, monkeypatch):
 def test_beam_search_is_at_least_as_likely_as_greedy(exported):
     _, path, model, processor, _ = exported("layer")
     loaded = Model.load(path)
-    for sound in SOUNDS:
-        logits = transformers_results(model, processor, sound)[0]
+    for recording in RECORDINGS:
+        logits = transformers_results(model, processor, recording)[0]
         logprobs = torch.from_numpy(logits).log_softmax(-1)[:, None]
-        actual = {size: loaded.transcribe(sound, num_beams=size, timestamps=True) for size in (1, 64)}
+        actual = {size: loaded.transcribe(recording, num_beams=size, timestamps=True) for size in (1, 64)}
 
         def log_probability(ids, logprobs=logprobs):
             """Return the log-probability of ids, summed over paths by torch."""
@@ -191,9 +195,9 @@ def test_beam_search_is_at_least_as_likely_as_greedy(exported):
 def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
     _, path, model, processor, _ = exported("layer")
     names = [tmp_path / f"{i}.wav" for i in range(3)]
-    for name, sound in zip(names, SOUNDS, strict=False):
-        soundfile.write(name, sound, 16000, subtype="FLOAT")
-    expected = [transformers_results(model, processor, sound) for sound in SOUNDS[:3]]
+    for name, recording in zip(names, RECORDINGS, strict=False):
+        soundfile.write(name, recording, 16000, subtype="FLOAT")
+    expected = [transformers_results(model, processor, recording) for recording in RECORDINGS[:3]]
     lines = output_lines(path, *names)
     assert lines == [text for _, text, _, _ in expected]
     objects = [json.loads(line) for line in output_lines(path, *names, "--json", "--timestamps")]
@@ -208,30 +212,30 @@ def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
     assert len(lines_of_all) == sum(map(len, words))
 
 
-def test_invalid_sounds_and_options_are_refused(exported, tmp_path):
+def test_invalid_recordings_and_options_are_refused(exported, tmp_path):
     path = exported("group")[1]
     model = Model.load(path)
-    soundfile.write(tmp_path / "short.wav", SOUNDS[0][:30], 16000)
+    soundfile.write(tmp_path / "short.wav", RECORDINGS[0][:30], 16000)
     assert "30 samples long" in failed(run(path, tmp_path / "short.wav"))
     assert "none.wav cannot be read" in failed(run(path, "none.wav"))
     assert "transcribes speech" in failed(run(path, "a.wav", "--temperature", "1"))
     assert "not ids" in failed(run(path, "1 2", "--ids"))
-    with pytest.raises(InputError, match="input 2: the sound is empty"):
-        list(model.transcribe_batch([SOUNDS[0], np.zeros(0, np.float32)]))
+    with pytest.raises(InputError, match="input 2: the recording is empty"):
+        list(model.transcribe_batch([RECORDINGS[0], np.zeros(0, np.float32)]))
     with pytest.raises(OptionError, match="timestamps is True, 'word' or 'char'"):
-        model.transcribe(SOUNDS[0], timestamps="sentence")
+        model.transcribe(RECORDINGS[0], timestamps="sentence")
     with pytest.raises(OptionError, match="num_beams must be a whole number"):
-        model.transcribe(SOUNDS[0], num_beams=0)
+        model.transcribe(RECORDINGS[0], num_beams=0)
     with pytest.raises(UnsupportedCallError, match=r"transcribes speech: it cannot classify; call transcribe\(\)"):
-        model.classify([SOUNDS[0]])
+        model.classify([RECORDINGS[0]])
 
 
 def test_int8_of_a_model_in_memory_stays_near(exported, tmp_path):
-    """A model in memory and its processor, calibrated with files of sounds. The report has the tokens of frames."""
+    """A model in memory and its processor, calibrated with files of recordings. The report has the tokens of frames."""
     _, _, model, processor, _ = exported("layer")
     names = [tmp_path / f"{i}.wav" for i in range(8)]
     for i, name in enumerate(names):
-        soundfile.write(name, sound(0.2, 10 + i), 16000)
+        soundfile.write(name, random_audio(0.2, 10 + i), 16000)
     (tmp_path / "names.txt").write_text("\n".join(map(str, names)))
     report = export(
         model,
@@ -242,13 +246,13 @@ def test_int8_of_a_model_in_memory_stays_near(exported, tmp_path):
     assert not any(part.training for part in model.modules())
     assert report.degradation.quality.agreement > 0.9
     assert "keep their class" in dict(report.rows())["quantised"]
-    actual = Model.load(tmp_path / "int8.onnx").transcribe(SOUNDS[1]).text
-    expected = transformers_results(model, processor, SOUNDS[1])[1]
+    actual = Model.load(tmp_path / "int8.onnx").transcribe(RECORDINGS[1]).text
+    expected = transformers_results(model, processor, RECORDINGS[1])[1]
     assert difflib.SequenceMatcher(None, actual, expected, autojunk=False).ratio() > 0.9
 
 
 @pytest.mark.parametrize(("chunk_length_s", "stride_length_s"), [(0.3, None), (0.25, 0.03), (0.5, 0.1)])
-def test_long_sounds_are_read_in_the_windows_of_the_pipeline(exported, tmp_path, chunk_length_s, stride_length_s):
+def test_long_recordings_are_read_in_the_windows_of_the_pipeline(exported, tmp_path, chunk_length_s, stride_length_s):
     _, path, model, processor, _ = exported("layer")
     pipeline_options = {"chunk_length_s": chunk_length_s} | (
         {"stride_length_s": stride_length_s} if stride_length_s else {}
@@ -257,27 +261,27 @@ def test_long_sounds_are_read_in_the_windows_of_the_pipeline(exported, tmp_path,
         "automatic-speech-recognition", model=model, tokenizer=processor.tokenizer,
         feature_extractor=processor.feature_extractor, **pipeline_options,
     )  # fmt: skip
-    long_sounds = [np.concatenate([sound(0.31, seed), sound(1.0, seed + 1)]) for seed in (1, 5)]
+    long_recordings = [np.concatenate([random_audio(0.31, seed), random_audio(1.0, seed + 1)]) for seed in (1, 5)]
     loaded, options = Model.load(path), {"chunk_length_s": chunk_length_s, "stride_length_s": stride_length_s}
 
     async def ask(timestamps):
         async with AsyncModel(loaded, max_batch_size=2) as aio:
-            calls = [aio.transcribe(s, timestamps=timestamps, **options) for s in [*long_sounds, SOUNDS[2]]]
+            calls = [aio.transcribe(s, timestamps=timestamps, **options) for s in [*long_recordings, RECORDINGS[2]]]
             return await asyncio.gather(*calls)
 
     for timestamps in ("word", "char"):
-        results = list(loaded.transcribe_batch([*long_sounds, SOUNDS[2]], 3, timestamps=timestamps, **options))
+        results = list(loaded.transcribe_batch([*long_recordings, RECORDINGS[2]], 3, timestamps=timestamps, **options))
         for result, together in zip(results, asyncio.run(ask(timestamps)), strict=True):
             assert together == structs.replace(result, score=pytest.approx(result.score, abs=1e-4))
-        for samples, result in zip([*long_sounds, SOUNDS[2]], results, strict=True):
+        for samples, result in zip([*long_recordings, RECORDINGS[2]], results, strict=True):
             expected = pipeline(samples.copy(), return_timestamps=timestamps)
             times = [(chunk["text"], *map(pytest.approx, chunk["timestamp"])) for chunk in expected["chunks"]]
             assert result.text == expected["text"]
             assert [(segment.text, segment.start, segment.end) for segment in result.segments] == times
     assert (
-        loaded.transcribe(long_sounds[0], **options).text != loaded.transcribe(long_sounds[0]).text
+        loaded.transcribe(long_recordings[0], **options).text != loaded.transcribe(long_recordings[0]).text
     )  # the windows change the result
-    soundfile.write(tmp_path / "long.wav", long_sounds[0], 16000, subtype="FLOAT")
+    soundfile.write(tmp_path / "long.wav", long_recordings[0], 16000, subtype="FLOAT")
     flags = [
         "--chunk-length-s",
         str(chunk_length_s),
@@ -318,18 +322,18 @@ def test_invalid_windows_raise_option_error(exported):
         ("chunk_length_s", 1e305): "from 0 to 1,000,000",
     }.items():
         with pytest.raises(OptionError, match=message):
-            model.transcribe(SOUNDS[0], **dict([setting]))
+            model.transcribe(RECORDINGS[0], **dict([setting]))
     result = run(path, "x.wav", "--chunk-length-s", "1", "--stride-length-s", ".5")
     assert "less than half of --chunk-length-s 1 s, not 0.5 s" in failed(result)
 
 
-def test_attentions_of_a_sound_match_the_module(exported, tmp_path):
+def test_attentions_of_a_recording_match_the_module(exported, tmp_path):
     folder, _, _, processor, _ = exported("layer")
     path = tmp_path / "attention.onnx"
     export(load_source(folder), path, extra_outputs=ExtraOutputs(attentions=True))
     loaded = Model.load(path)
     eager = transformers.HubertForCTC.from_pretrained(folder, attn_implementation="eager").eval()
-    for samples in SOUNDS[:2]:
+    for samples in RECORDINGS[:2]:
         weights, places = loaded.attentions(samples)
         with torch.no_grad():
             inputs = processor(samples, sampling_rate=16000, return_tensors="pt")
@@ -337,16 +341,16 @@ def test_attentions_of_a_sound_match_the_module(exported, tmp_path):
         np.testing.assert_allclose(weights, torch.cat(expected).numpy(), atol=1e-5)
         assert places[:3] == ["0.000", "0.003", "0.005"]  # a frame has 40 samples
         assert len(places) == weights.shape[-1]
-    with pytest.raises(InputError, match=r"the sound is read in 3 windows of 1 s, but attention weights are"):
-        loaded.attentions(np.concatenate(SOUNDS), chunk_length_s=1)
-    soundfile.write(tmp_path / "sound.wav", SOUNDS[0], 16000, subtype="FLOAT")
-    assert output_lines(path, tmp_path / "sound.wav", "--attentions", tmp_path / "a.png") == [
-        loaded.transcribe(SOUNDS[0]).text
+    with pytest.raises(InputError, match=r"the recording is read in 3 windows of 1 s, but attention weights are"):
+        loaded.attentions(np.concatenate(RECORDINGS), chunk_length_s=1)
+    soundfile.write(tmp_path / "recording.wav", RECORDINGS[0], 16000, subtype="FLOAT")
+    assert output_lines(path, tmp_path / "recording.wav", "--attentions", tmp_path / "a.png") == [
+        loaded.transcribe(RECORDINGS[0]).text
     ]
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
-def test_model_without_an_extractor_reads_whole_sounds(tmp_path):
+def test_model_without_an_extractor_reads_whole_recordings(tmp_path):
     """The sampling rate is unknown. Frames have 320 samples, as in the published models."""
     torch.manual_seed(3)
     shape = {**SHAPE, "conv_kernel": (20, 18), "conv_stride": (20, 16)}
@@ -354,18 +358,18 @@ def test_model_without_an_extractor_reads_whole_sounds(tmp_path):
     export(model, tmp_path / "bare.onnx")
     loaded = Model.load(tmp_path / "bare.onnx")
     with torch.no_grad():
-        best = model(torch.from_numpy(SOUNDS[1])[None]).logits[0].argmax(-1).numpy()
+        best = model(torch.from_numpy(RECORDINGS[1])[None]).logits[0].argmax(-1).numpy()
     collapsed = best[np.concatenate([[True], best[1:] != best[:-1]])]
-    assert list(loaded.transcribe(SOUNDS[1]).token_ids) == collapsed[collapsed != 0].tolist()
-    with pytest.raises(OptionError, match="this file reads a sound as a whole: it takes no chunk_length_s"):
-        loaded.transcribe(SOUNDS[1], chunk_length_s=3)
+    assert list(loaded.transcribe(RECORDINGS[1]).token_ids) == collapsed[collapsed != 0].tolist()
+    with pytest.raises(OptionError, match="this file reads a recording as a whole: it takes no chunk_length_s"):
+        loaded.transcribe(RECORDINGS[1], chunk_length_s=3)
 
 
 def test_file_without_a_vocabulary_gives_ids(exported):
     _, path, model, processor, _ = exported("group")
     manifest = Model.load(path).manifest
     task = CtcRecognition(structs.replace(manifest, output_meaning=OutputMeaning(settings={"blank": 0})))
-    logits = transformers_results(model, processor, SOUNDS[0])[0]
+    logits = transformers_results(model, processor, RECORDINGS[0])[0]
     result = task.result([logits], task.settings({}))
     best = logits.argmax(-1)
     collapsed = best[np.concatenate([[True], best[1:] != best[:-1]])]
@@ -388,12 +392,12 @@ def test_unsupported_feature_extractor_raises_source_error(exported, tmp_path):
 def test_gate_refuses_a_source_with_other_logits_or_text(exported):
     folder, path, *_ = exported("layer")
     source, engine = load_source(folder), Engine(path)
-    assert check_sounds(source, engine, 1e-3).count == 3
+    assert check_audio(source, engine, 1e-3).count == 3
     louder_source = replace(
         source, own_pipeline=lambda sample, max_tokens: source.own_pipeline(sample, max_tokens) * 1.01
     )
-    with pytest.raises(ParityError, match="the file's result for a sound of 4960 samples, in a batch, differs"):
-        check_sounds(louder_source, engine, 1e-3)
+    with pytest.raises(ParityError, match="the file's result for a recording of 4960 samples, in a batch, differs"):
+        check_audio(louder_source, engine, 1e-3)
     other_source = replace(source, decode_output=lambda logits: "something else")
     with pytest.raises(ParityError, match="and its source's 'something else'"):
-        check_sounds(other_source, engine, 1e-3)
+        check_audio(other_source, engine, 1e-3)

@@ -27,9 +27,9 @@ from support.tiny_whisper import (
     ID,
     RATE,
     WINDOW,
+    random_audio,
     seeded_model,
     seeded_processor,
-    sound,
     write_folder,
 )
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
@@ -38,7 +38,7 @@ from tformer_export import export
 from tformer_export.sources import load_source
 from tformer_export.sources.hugging_face.folder import from_transformers
 from tformer_export.sources.hugging_face.speech_to_text import read_decoder_prompt
-from tformer_export.verify.speech import check_sounds
+from tformer_export.verify.speech import check_audio
 from tformer_runtime import (
     AsyncModel,
     DeadlineError,
@@ -57,8 +57,8 @@ from tformer_runtime.preprocess.audio import audio_of
 from tformer_runtime.tasks import speech_to_text
 from tformer_runtime.tasks.speech_to_text import DecoderPrompt, SpeechToText, TimestampRules, Transcriber
 
-SHORT = [sound(0.4, 1), sound(1.0, 2), sound(0.83, 3)]
-LONG = [sound(2.6, 4), sound(3.17, 5), sound(1.013, 6)]
+SHORT = [random_audio(0.4, 1), random_audio(1.0, 2), random_audio(0.83, 3)]
+LONG = [random_audio(2.6, 4), random_audio(3.17, 5), random_audio(1.013, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def exported(tmp_path_factory):
     return folder, path, seeded_model(), seeded_processor(), export(load_source(folder), path)
 
 
-def transformers_results(exported, sound, **options):
+def transformers_results(exported, recording, **options):
     """Return ids, text, and (text, start, end) of segments from generate()."""
     _, _, model, processor, _ = exported
-    is_longer = len(sound) > RATE
+    is_longer = len(recording) > RATE
     extractor_options = {"truncation": False, "padding": "longest", "return_attention_mask": True} if is_longer else {}
-    inputs = processor(sound, sampling_rate=RATE, return_tensors="pt", **extractor_options)
+    inputs = processor(recording, sampling_rate=RATE, return_tensors="pt", **extractor_options)
     with torch.no_grad():
         output = model.generate(inputs.input_features, return_segments=True, **options)
     text = processor.batch_decode(output["sequences"], skip_special_tokens=True)[0]
@@ -112,7 +112,7 @@ OPTION_NAMES = {"return_timestamps": "timestamps", "num_beams": "num_beams"}
 def test_tokens_of_a_window_match_generate(exported, options):
     model = Model.load(exported[1])
     settings = {OPTION_NAMES.get(name, name): value for name, value in options.items()}
-    expected = [transformers_results(exported, sound, **options) for sound in SHORT]
+    expected = [transformers_results(exported, recording, **options) for recording in SHORT]
     assert len({tuple(ids) for ids, _, _ in expected}) > 1
     times = options.get("return_timestamps", False)
     for result, expected_result in zip(model.transcribe_batch(SHORT, **settings), expected, strict=True):
@@ -123,10 +123,10 @@ def test_tokens_of_a_window_match_generate(exported, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"language": "de", "task": "transcribe"}, {"num_beams": 2}], ids=str)
-def test_long_sounds_match_generate(exported, options):
+def test_long_recordings_match_generate(exported, options):
     model = Model.load(exported[1])
     settings = {OPTION_NAMES.get(name, name): value for name, value in options.items()}
-    expected = [transformers_results(exported, sound, return_timestamps=True, **options) for sound in LONG]
+    expected = [transformers_results(exported, recording, return_timestamps=True, **options) for recording in LONG]
     assert max(len(segments) for _, _, segments in expected) > 3
     *results, last = model.transcribe_batch([*LONG, SHORT[0]], batch_size=2, workers=2, **settings)
     for result, expected_result in zip(results, expected, strict=True):
@@ -135,7 +135,7 @@ def test_long_sounds_match_generate(exported, options):
 
 
 def test_concurrent_transcriptions_equal_those_alone(exported):
-    """Windows of long sounds decode together with those of others, whatever their prompts."""
+    """Windows of long recordings decode together with those of others, whatever their prompts."""
     model = Model.load(exported[1])
     option_sets = [
         {},
@@ -144,12 +144,12 @@ def test_concurrent_transcriptions_equal_those_alone(exported):
         {"language": "en", "task": "translate"},
         {"num_beams": 2},
     ]
-    plan = [(sound, options) for sound in [*SHORT, *LONG] for options in option_sets]
-    expected = [model.transcribe(sound, **options) for sound, options in plan]
+    plan = [(recording, options) for recording in [*SHORT, *LONG] for options in option_sets]
+    expected = [model.transcribe(recording, **options) for recording, options in plan]
 
     async def ask():
         async with AsyncModel(model, max_batch_size=8) as aio:
-            good = [aio.transcribe(sound, **options) for sound, options in plan]
+            good = [aio.transcribe(recording, **options) for recording, options in plan]
             others = [aio.predict(SHORT[0]), aio.transcribe(np.zeros((2, 2, 2))), aio.transcribe(SHORT[0], task="sing")]
             others += [aio.transcribe(LONG[0], timestamps=False), aio.transcribe(LONG[0], deadline=1e-9)]
             others.append(aio.predict(SHORT[0], truncate=True))
@@ -187,7 +187,7 @@ def test_cancelled_transcription_reads_no_further_window(exported, monkeypatch):
             goes_on.set()
             result, windows = await aio.transcribe(SHORT[0], language="en"), len(starts)
             assert (await aio.transcribe(SHORT[0], language="en")).token_ids == result.token_ids
-            return result, windows - 2 == len(starts) - windows  # the windows of a short sound, and no others
+            return result, windows - 2 == len(starts) - windows  # the windows of a short recording, and no others
 
     result, only_its_windows = asyncio.run(ask())
     assert result.token_ids == expected.token_ids
@@ -195,8 +195,8 @@ def test_cancelled_transcription_reads_no_further_window(exported, monkeypatch):
     assert model.memory()["used_bytes"] == 0
 
 
-def test_times_are_ordered_and_reach_the_end_of_the_sound(exported):
-    """Times are in order and reach the end of the sound."""
+def test_times_are_ordered_and_reach_the_end_of_the_recording(exported):
+    """Times are in order and reach the end of the recording."""
     result = Model.load(exported[1]).transcribe(LONG[1])
     starts = [s.start for s in result.segments]
     assert starts == sorted(starts)
@@ -204,9 +204,9 @@ def test_times_are_ordered_and_reach_the_end_of_the_sound(exported):
     assert result.segments[-1].end > 2.17
 
 
-def test_gate_compares_two_sounds(exported):
+def test_gate_compares_two_recordings(exported):
     report = exported[-1]
-    assert report.parity.raw.sounds == 2
+    assert report.parity.raw.recordings == 2
     assert report.parity.relative_error < 1e-4
 
 
@@ -236,16 +236,16 @@ def test_command_line_writes_transcriptions_and_timestamps(exported, tmp_path):
     names = [tmp_path / "short.wav", tmp_path / "long.flac"]
     for name, samples in zip(names, (SHORT[0], LONG[0]), strict=True):
         soundfile.write(name, samples, RATE)
-    sounds = [soundfile.read(name, dtype="float32")[0] for name in names]
+    recordings = [soundfile.read(name, dtype="float32")[0] for name in names]
     model = Model.load(path)
     result = run(path, *names, "--language", "de", "--json")
     objects = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [o["text"] for o in objects] == [model.transcribe(sound, language="de").text for sound in sounds]
+    assert [o["text"] for o in objects] == [model.transcribe(recording, language="de").text for recording in recordings]
     assert [len(o.get("segments", ())) > 0 for o in objects] == [False, True]
     timed = [
         line.split("\t") for line in run(path, names[1], "--timestamps", "--task", "translate").stdout.splitlines()
     ]
-    transcription = model.transcribe(sounds[1], task="translate")
+    transcription = model.transcribe(recordings[1], task="translate")
     assert [line[:2] for line in timed] == [
         [f"{s.start:.2f}", f"{s.end:.2f}"] for s in transcription.segments if s.text
     ]
@@ -265,7 +265,7 @@ def test_int8_file_gives_the_same_first_tokens(exported, tmp_path):
     assert sum(a.token_ids[:2] == b.token_ids[:2] for a, b in zip(plain, int8_file, strict=True)) >= 2
 
 
-def test_memory_error_has_the_input_number_and_spares_other_sounds(exported, monkeypatch):
+def test_memory_error_has_the_input_number_and_spares_other_recordings(exported, monkeypatch):
     limited = Model.load(exported[1], max_memory=Model.load(exported[1]).memory()["peak_bytes"] or 1)
     with pytest.raises(MemoryBudgetError, match="input 1: the request may need"):
         limited.transcribe(SHORT[0])
@@ -289,12 +289,14 @@ def test_spectrograms_in_memory_are_limited(exported, monkeypatch):
     monkeypatch.setattr("tformer_runtime.tasks.speech_to_text.WINDOW_SPECTROGRAM_VALUES", 1)
     indices_read = []
     model = Model.load(exported[1])
-    results = model.transcribe_batch((indices_read.append(i) or sound for i, sound in enumerate(SHORT)), batch_size=3)
+    results = model.transcribe_batch(
+        (indices_read.append(i) or recording for i, recording in enumerate(SHORT)), batch_size=3
+    )
     texts = [(next(results).text, len(indices_read)) for _ in SHORT]
-    assert texts == [(model.transcribe(sound).text, i + 1) for i, sound in enumerate(SHORT)]
+    assert texts == [(model.transcribe(recording).text, i + 1) for i, recording in enumerate(SHORT)]
 
 
-def test_invalid_options_and_sounds_raise_errors(exported):
+def test_invalid_options_and_recordings_raise_errors(exported):
     model = Model.load(exported[1])
     with pytest.raises(OptionError, match="task must be one of transcribe, translate, not 'sing'"):
         model.transcribe(SHORT[0], task="sing")
@@ -304,7 +306,7 @@ def test_invalid_options_and_sounds_raise_errors(exported):
         model.classify([SHORT[0]])
     with pytest.raises(OptionError, match="truncate is not for a model that transcribes"):
         model.predict([SHORT[0]], truncate=True)
-    with pytest.raises(InputError, match="input 2: the sound is longer than 1 s"):
+    with pytest.raises(InputError, match="input 2: the recording is longer than 1 s"):
         list(model.transcribe_batch([SHORT[0], LONG[0]], timestamps=False))
 
 
@@ -432,12 +434,12 @@ def test_gate_refuses_a_source_with_other_tokens(exported):
     folder, path, *_ = exported
     source = load_source(folder)
     engine = Engine(path)
-    assert check_sounds(source, engine, 1e-3).count == 2
+    assert check_audio(source, engine, 1e-3).count == 2
     other_source = replace(
         source, transcribe=lambda sample, times, max_tokens: [5, *source.transcribe(sample, times, max_tokens)[1:]]
     )
-    with pytest.raises(ParityError, match="writes other tokens than its source for a sound of 4960 samples"):
-        check_sounds(other_source, engine, 1e-3)
+    with pytest.raises(ParityError, match="writes other tokens than its source for a recording of 4960 samples"):
+        check_audio(other_source, engine, 1e-3)
 
 
 def test_model_in_memory_and_its_folder_give_the_same_source(exported):
@@ -453,7 +455,7 @@ def test_model_in_memory_and_its_folder_give_the_same_source(exported):
 
 
 def test_server_transcribes_as_the_model_does(exported):
-    """At load, too: windows of several sounds are decoded together."""
+    """At load, too: windows of several recordings are decoded together."""
     path = exported[1]
     model, files = Model.load(path, "cpu", threads=1), []
     for samples in (*LONG, *SHORT):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.served_tasks import sound
+from support.served_tasks import audio_file
 from support.servers import HANG_SECONDS, RunningServer
 
 SCRIPT = Path(__file__).with_name("node_client.mjs")
@@ -19,7 +19,7 @@ NODE = shutil.which("node")
 
 @pytest.mark.skipif(NODE is None or not (FOLDER / "node_modules" / "openai").is_dir(), reason="make node-client")
 def test_answers_equal_those_of_the_model(files, task_files, references, task_models, tmp_path):
-    (tmp_path / "a.wav").write_bytes(sound(2.0))
+    (tmp_path / "a.wav").write_bytes(audio_file(2.0))
     with RunningServer({"chat": files["chat"], **task_files}) as server:
         command = [NODE, SCRIPT, FOLDER, server.url, tmp_path / "a.wav"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
@@ -32,8 +32,8 @@ def test_answers_equal_those_of_the_model(files, task_files, references, task_mo
     assert answers["usage"]["completion_tokens"] == len(expected.token_ids)
     assert list(json.loads(answers["json"])) == ["a"]
     np.testing.assert_allclose(answers["vectors"], task_models["vector"].embed(["a day", "bad"]), atol=2e-6)
-    transcription = task_models["sounds"].transcribe(sound(2.0), timestamps=True)
-    assert answers["sound"]["text"] == transcription.text
-    assert [word["word"] for word in answers["sound"]["words"]] == [word.text for word in transcription.segments]
+    transcription = task_models["audio"].transcribe(audio_file(2.0), timestamps=True)
+    assert answers["audio"]["text"] == transcription.text
+    assert [word["word"] for word in answers["audio"]["words"]] == [word.text for word in transcription.segments]
     assert answers["error"][0] == 400
     assert "it cannot embed; send it to /v1/completions" in answers["error"][1]

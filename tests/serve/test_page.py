@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from support.served_tasks import png, sound
+from support.served_tasks import audio_file, png
 from support.servers import HANG_SECONDS, RunningServer, StepGate
 
 import tformer_serve
@@ -86,7 +86,7 @@ def test_models_have_the_forms_of_their_tasks(task_server, open_page):
     assert names.count() == len(task_server.models)
     fields = {
         "vector": "One text", "scores": "Text", "spans": "Text", "answers": "Context", "masks": "Text",
-        "relevance": "Query", "images": "Image", "sounds": "Sound", "series": "History", "letters": "Text",
+        "relevance": "Query", "images": "Image", "audio": "Recording", "series": "History", "letters": "Text",
     }  # fmt: skip
     for name, label in fields.items():
         choose(page, name)
@@ -222,16 +222,18 @@ def test_image_is_shown_with_its_labels(task_server, open_page):
     assert image.evaluate("async node => { await node.decode(); return node.naturalWidth; }") == 9
 
 
-def test_sound_is_played_at_the_times_of_its_parts(task_server, task_models, open_page):
+def test_recording_is_played_at_the_times_of_its_parts(task_server, task_models, open_page):
     page = open_page(task_server)
-    choose(page, "sounds")
-    page.get_by_label("Sound").set_input_files({"name": "a.wav", "mimeType": "audio/wav", "buffer": sound(9.0)})
+    choose(page, "audio")
+    page.get_by_label("Recording").set_input_files(
+        {"name": "a.wav", "mimeType": "audio/wav", "buffer": audio_file(9.0)}
+    )
     page.get_by_role("button", name="Transcribe").click()
     parts = page.get_by_role("list", name="Parts with their times").get_by_role("button")
     parts.nth(1).wait_for()
-    words = task_models["sounds"].transcribe(sound(9.0), timestamps=True).segments
+    words = task_models["audio"].transcribe(audio_file(9.0), timestamps=True).segments
     assert [part.evaluate("node => node.lastChild.data") for part in parts.all()] == [word.text for word in words]
-    assert page.locator("p.text").inner_text().split() == task_models["sounds"].transcribe(sound(9.0)).text.split()
+    assert page.locator("p.text").inner_text().split() == task_models["audio"].transcribe(audio_file(9.0)).text.split()
     begin = float(re.match(r"\d+\.\d+", parts.nth(1).inner_text())[0])
     parts.nth(1).click()
     assert page.locator("audio").evaluate("node => node.currentTime") >= begin > 0

@@ -183,7 +183,7 @@ REFUSED = [  # route, body, field, the beginning or a part of the sentence
     ("fill", {"model": "answers", "texts": ["a"]}, None, "it cannot fill; send it to /v1/answer"),
     ("embeddings", {"model": "masks", "input": "a"}, None, "it cannot embed; send it to /v1/fill"),
     ("embeddings", {"model": "states", "input": "a"}, None, "this file gives numbers for each position of an input"),
-    ("embeddings", {"model": "sounds", "input": "a"}, None, "it cannot embed; send it to /v1/audio/transcriptions"),
+    ("embeddings", {"model": "audio", "input": "a"}, None, "it cannot embed; send it to /v1/audio/transcriptions"),
     ("classify", {"model": "series", "inputs": ["a"]}, None, "it cannot classify; send it to /v1/forecast"),
     ("completions", {"model": "scores", "prompt": "a"}, None, "it cannot generate; send it to /v1/classify"),
     ("forecast", {"model": "scores", "histories": [[1]]}, None, "was not exported to forecast"),

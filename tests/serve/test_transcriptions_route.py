@@ -7,7 +7,7 @@ import io
 
 import openai
 import pytest
-from support.served_tasks import RATE, sound
+from support.served_tasks import RATE, audio_file
 from support.servers import RunningServer
 
 from tformer_runtime.tasks import Segment
@@ -18,26 +18,26 @@ SECONDS = [0.5, 1.0, 2.3, 0.7]
 
 
 def wav(seconds, **how):
-    return ("a.wav", sound(seconds, **how))
+    return ("a.wav", audio_file(seconds, **how))
 
 
 def test_text_equals_that_of_the_model(task_server, task_models):
     client = task_server.client()
     for seconds in SECONDS:
-        expected = task_models["sounds"].transcribe(sound(seconds)).text
-        answer = client.audio.transcriptions.create(model="sounds", file=wav(seconds))
+        expected = task_models["audio"].transcribe(audio_file(seconds)).text
+        answer = client.audio.transcriptions.create(model="audio", file=wav(seconds))
         assert answer.text == expected
-        plain = client.audio.transcriptions.create(model="sounds", file=wav(seconds), response_format="text")
+        plain = client.audio.transcriptions.create(model="audio", file=wav(seconds), response_format="text")
         assert plain == f"{expected}\n"
 
 
-def test_concurrent_sounds_have_their_own_texts(task_server, task_models):
-    expected = [task_models["sounds"].transcribe(sound(seconds, seed)).text for seed, seconds in enumerate(SECONDS)]
+def test_concurrent_recordings_have_their_own_texts(task_server, task_models):
+    expected = [task_models["audio"].transcribe(audio_file(seconds, seed)).text for seed, seconds in enumerate(SECONDS)]
 
     async def ask_all():
         async with task_server.async_client() as client:
             calls = [
-                client.audio.transcriptions.create(model="sounds", file=wav(SECONDS[i % 4], seed=i % 4))
+                client.audio.transcriptions.create(model="audio", file=wav(SECONDS[i % 4], seed=i % 4))
                 for i in range(24)
             ]
             return await asyncio.gather(*calls)
@@ -47,15 +47,15 @@ def test_concurrent_sounds_have_their_own_texts(task_server, task_models):
 
 @pytest.mark.parametrize(("form", "rate"), [("FLAC", RATE), ("OGG", RATE), ("MP3", RATE), ("WAV", 8000)])
 def test_formats_and_rates_are_read(task_server, task_models, form, rate):
-    content = sound(1.0, form=form, rate=rate)
-    answer = task_server.client().audio.transcriptions.create(model="sounds", file=(f"a.{form.lower()}", content))
-    assert answer.text == task_models["sounds"].transcribe(content).text
+    content = audio_file(1.0, form=form, rate=rate)
+    answer = task_server.client().audio.transcriptions.create(model="audio", file=(f"a.{form.lower()}", content))
+    assert answer.text == task_models["audio"].transcribe(content).text
 
 
 def test_verbose_json_has_times(task_server, task_models):
-    expected = task_models["sounds"].transcribe(sound(2.0), timestamps=True)
+    expected = task_models["audio"].transcribe(audio_file(2.0), timestamps=True)
     answer = task_server.client().audio.transcriptions.create(
-        model="sounds", file=wav(2.0), response_format="verbose_json", timestamp_granularities=["word", "segment"]
+        model="audio", file=wav(2.0), response_format="verbose_json", timestamp_granularities=["word", "segment"]
     )
     assert (answer.text, answer.duration) == (expected.text, 2.0)
     assert [(word.word, word.start, word.end) for word in answer.words] == [
@@ -67,7 +67,7 @@ def test_verbose_json_has_times(task_server, task_models):
         expected.segments[-1].end,
     )
     plain = task_server.client().audio.transcriptions.create(
-        model="sounds", file=wav(2.0), response_format="verbose_json"
+        model="audio", file=wav(2.0), response_format="verbose_json"
     )
     assert plain.words is None
     assert plain.segments == answer.segments
@@ -75,8 +75,8 @@ def test_verbose_json_has_times(task_server, task_models):
 
 @pytest.mark.parametrize("form", ["srt", "vtt"])
 def test_subtitles_have_the_words_with_their_times(task_server, task_models, form):
-    expected = task_models["sounds"].transcribe(sound(20.0), timestamps=True)
-    text = task_server.client().audio.transcriptions.create(model="sounds", file=wav(20.0), response_format=form)
+    expected = task_models["audio"].transcribe(audio_file(20.0), timestamps=True)
+    text = task_server.client().audio.transcriptions.create(model="audio", file=wav(20.0), response_format=form)
     lines = [line for line in text.splitlines() if line and "-->" not in line and not line.isdecimal()]
     assert " ".join(line for line in lines if line != "WEBVTT").split() == expected.text.split()
     assert ("WEBVTT" in lines) == (form == "vtt")
@@ -122,8 +122,8 @@ REFUSED = [  # fields, the field of the error, a part of its sentence
     ({"extra_body": {"chunk_length_s": 1e6}}, "chunk_length_s", "chunk_length_s should be less than or equal to 60"),
     ({"extra_body": {"chunk_length_s": 4, "stride_length_s": 1.5}}, "stride_length_s", "stride_length_s=1.5 is more"),
     ({"extra_body": {"other": "1"}}, "other", "there is no option 'other'"),
-    ({"file": ("a.wav", b"RIFF" + b"x" * 99)}, None, "is not a sound file of a supported format"),
-    ({"file": ("a.wav", b"")}, None, "the sound"),
+    ({"file": ("a.wav", b"RIFF" + b"x" * 99)}, None, "is not an audio file of a supported format"),
+    ({"file": ("a.wav", b"")}, None, "the recording"),
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ REFUSED = [  # fields, the field of the error, a part of its sentence
 def test_refusal_names_the_field(task_server, number):
     fields, param, sentence = REFUSED[number]
     with pytest.raises(openai.APIStatusError) as refused:
-        task_server.client().audio.transcriptions.create(**{"model": "sounds", "file": wav(0.5), **fields})
+        task_server.client().audio.transcriptions.create(**{"model": "audio", "file": wav(0.5), **fields})
     assert refused.value.status_code == (404 if fields.get("model") == "none" else 400)
     assert sentence in refused.value.body["message"]
     assert "()" not in refused.value.body["message"]
@@ -140,9 +140,9 @@ def test_refusal_names_the_field(task_server, number):
 
 def test_harmless_fields_change_nothing(task_server, task_models):
     answer = task_server.client().audio.transcriptions.create(
-        model="sounds", file=wav(0.5), temperature=0, chunking_strategy="auto", stream=False
+        model="audio", file=wav(0.5), temperature=0, chunking_strategy="auto", stream=False
     )
-    assert answer.text == task_models["sounds"].transcribe(sound(0.5)).text
+    assert answer.text == task_models["audio"].transcribe(audio_file(0.5)).text
 
 
 def post(server, content, **headers):
@@ -150,7 +150,7 @@ def post(server, content, **headers):
         return client.post("/v1/audio/transcriptions", content=content, headers=headers)
 
 
-FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nsounds\r\n'
+FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\naudio\r\n'
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nxx\r\n'
 
 
@@ -161,11 +161,11 @@ FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\
         (FORM + b"--b--", "multipart/form-data; boundary=b"), (FORM, "multipart/form-data; boundary=b"),
         (FORM + FORM + FILE + b"--b--", "multipart/form-data; boundary=b"),
         (FORM + FILE + FILE + b"--b--", "multipart/form-data; boundary=b"),
-        (FORM.replace(b"sounds", b"\xff") + FILE + b"--b--", "multipart/form-data; boundary=b"),
+        (FORM.replace(b"audio", b"\xff") + FILE + b"--b--", "multipart/form-data; boundary=b"),
         (FORM + FILE.replace(b'"file"', b'"other"') + b"--b--", "multipart/form-data; boundary=b"),
-        (FILE + b"--b--", "multipart/form-data; boundary=b"), (b"model=sounds", "application/x-www-form-urlencoded"),
+        (FILE + b"--b--", "multipart/form-data; boundary=b"), (b"model=audio", "application/x-www-form-urlencoded"),
         (FORM, "multipart/form-data; boundary=" + "b" * 300), (FORM, "multipart/form-data; boundary=é"),
-        (FORM.replace(b"sounds", b"s" * 70_000) + FILE + b"--b--", "multipart/form-data; boundary=b"),
+        (FORM.replace(b"audio", b"s" * 70_000) + FILE + b"--b--", "multipart/form-data; boundary=b"),
         (b"--b\r\n" * 2000 + b"--b--", "multipart/form-data; boundary=b"),
     ],
 )  # fmt: skip
@@ -175,18 +175,18 @@ def test_form_that_is_damaged_is_refused(task_server, content, kind):
     assert answer.json()["error"]["message"]
 
 
-def test_sounds_that_are_too_large_are_refused(files, task_files, monkeypatch):
-    with RunningServer({"sounds": task_files["sounds"]}, max_body_bytes=500, max_upload_bytes=40_000) as server:
+def test_recordings_that_are_too_large_are_refused(files, task_files, monkeypatch):
+    with RunningServer({"audio": task_files["audio"]}, max_body_bytes=500, max_upload_bytes=40_000) as server:
         client = server.client()
-        assert client.audio.transcriptions.create(model="sounds", file=wav(1.0)).text
+        assert client.audio.transcriptions.create(model="audio", file=wav(1.0)).text
         with pytest.raises(openai.APIStatusError, match="the body is larger than the 40,000 bytes") as refused:
-            client.audio.transcriptions.create(model="sounds", file=wav(2.0))
+            client.audio.transcriptions.create(model="audio", file=wav(2.0))
         assert refused.value.status_code == 413
-        monkeypatch.setattr(transcriptions, "MAX_SOUND_SAMPLES", 10_000)
+        monkeypatch.setattr(transcriptions, "MAX_AUDIO_SAMPLES", 10_000)
         with pytest.raises(
             openai.BadRequestError, match="has 16,000 samples, and at most 10,000 are read: cut it into"
         ):
-            client.audio.transcriptions.create(model="sounds", file=io.BytesIO(sound(1.0)))
+            client.audio.transcriptions.create(model="audio", file=io.BytesIO(audio_file(1.0)))
 
 
 def test_pages_of_other_origins_may_send_no_forms(task_server):
@@ -195,4 +195,4 @@ def test_pages_of_other_origins_may_send_no_forms(task_server):
     refused = post(task_server, content, **kind, Origin="https://evil.example")
     assert refused.status_code == 403
     assert "name the origin with --cors-origin" in refused.json()["error"]["message"]
-    assert post(task_server, content, **kind, Origin=task_server.url).status_code == 400  # the file is no sound
+    assert post(task_server, content, **kind, Origin=task_server.url).status_code == 400  # the file is no recording

@@ -28,7 +28,7 @@ def write_tasks(folder: Path) -> dict[str, Path]:
         **files,
         "relevance": _write_relevance(folder / "relevance.onnx"),
         "images": _write_images(folder / "images.onnx"),
-        "sounds": _write_sounds(folder / "sounds.onnx"),
+        "audio": _write_audio(folder / "audio.onnx"),
         "series": forecaster(),
     }
 
@@ -90,7 +90,7 @@ def _write_images(path: Path) -> Path:
     )  # fmt: skip
 
 
-def _write_sounds(path: Path) -> Path:
+def _write_audio(path: Path) -> Path:
     """Write a recognizer: a convolution with random weights gives the scores of the letters at each frame."""
     kernel = np.random.default_rng(8).standard_normal((len(LETTERS), 1, KERNEL)).astype(np.float32)
     inputs = (m.RequestInput("samples", "float32", (m.BATCH_AXIS, "time"), "data"),)
@@ -117,7 +117,7 @@ def _write_sounds(path: Path) -> Path:
     )
 
 
-def sound(seconds: float, seed: int = 0, form: str = "WAV", rate: int = RATE) -> bytes:
+def audio_file(seconds: float, seed: int = 0, form: str = "WAV", rate: int = RATE) -> bytes:
     """Return a file of noise."""
     samples = 0.1 * np.random.default_rng(seed).standard_normal(round(seconds * rate)).astype(np.float32)
     file = io.BytesIO()

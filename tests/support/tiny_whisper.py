@@ -1,4 +1,4 @@
-"""A tiny Whisper with random weights, whose window is one second, and sounds for it."""
+"""A tiny Whisper with random weights, whose window is one second, and recordings for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def seeded_model():
     return model
 
 
-def sound(seconds, seed):
+def random_audio(seconds, seed):
     random, time = np.random.default_rng(seed), np.arange(round(seconds * RATE)) / RATE
     tones = sum(np.sin(2 * np.pi * p * time) * np.sin(9 * time + p) for p in random.uniform(100, 5000, 6))
     return (0.1 * tones + 0.02 * random.standard_normal(len(time))).astype(np.float32)

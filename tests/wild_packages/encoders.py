@@ -1,4 +1,4 @@
-"""Models that run once for each input: texts, proteins, sound, tables, series."""
+"""Models that run once for each input: texts, proteins, audio, tables, series."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ as that of a language, the targets get it too (`_begin_tokens`).
 A line that is longer than the model's limit is cut.
 
 A single-pass model has no target. Its line is a text, or two texts with a tab between them, or the path of an
-image or a sound, relative to the working folder, or JSON of its inputs, which may be ids or numbers.
+image or a recording, relative to the working folder, or JSON of its inputs, which may be ids or numbers.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Source:
         By default it consists of the tokenizer and `module`.
     reads_pairs: whether the model takes pairs of texts.
     series: the description of a series, as `analysis.series` reads it; None for models without one.
-    preprocessing: name of an input → its preprocessing of raw data, such as images or sounds.
+    preprocessing: name of an input → its preprocessing of raw data, such as images or recordings.
     placeholders: name of a request input → how its items, such as images, stand among the ids of the step input.
     prompt_pipeline: the model's own way from a text and its images to its inputs, without a batch axis.
     min_lengths: name of an input → the least number of its positions, where it is more than one.

@@ -9,7 +9,7 @@ teacher_forcing  feed rows to an engine
 torch_reference  run the source model
 forecasts        whole forecasts
 end_to_end       from raw inputs to results
-speech           from sound to text
+speech           from audio to text
 prompts          from texts with images to ids and pixels
 golden/          requests and results, by which other runtimes prove themselves
 """

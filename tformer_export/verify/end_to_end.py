@@ -24,7 +24,7 @@ from tformer_export.sources.reference_pipelines import TOKEN_TASKS, make_token_p
 from tformer_export.sources.task_names import CLASSES
 from tformer_export.sources.tokenizer.check import SAMPLE_TEXTS
 from tformer_export.verify.prompts import check_prompts
-from tformer_export.verify.speech import check_sounds
+from tformer_export.verify.speech import check_audio
 from tformer_runtime.base.errors import InputError, ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.manifest import ADAPTER_INPUT, MULTI_LABEL, SINGLE_LABEL
@@ -48,8 +48,8 @@ class RawParity:
 
     error: max |Δ| of results.
     relative: the error over their range.
-    texts, pairs, images, sounds: the number of compared inputs, each together with others and alone.
-    tokens: the number of compared tokens that were written for sounds.
+    texts, pairs, images, recordings: the number of compared inputs, each together with others and alone.
+    tokens: the number of compared tokens that were written for recordings.
     """
 
     error: float
@@ -57,18 +57,18 @@ class RawParity:
     texts: int = 0
     pairs: int = 0
     images: int = 0
-    sounds: int = 0
+    recordings: int = 0
     tokens: int = 0
 
 
 def check_raw(source: Source, engine: Engine, tolerance: float) -> RawParity | None:
-    """Compare results from raw inputs; return None for a source that reads neither texts, images nor sounds.
+    """Compare results from raw inputs; return None for a source that reads neither texts, images nor recordings.
 
     Raises ParityError where a result differs by more than the tolerance times the range of all results. The range is
     that of all results together because a single label has none.
     """
-    if (sounds := check_sounds(source, engine, tolerance)) is not None:
-        return RawParity(sounds.error, sounds.relative, sounds=sounds.count, tokens=sounds.tokens)
+    if (recordings := check_audio(source, engine, tolerance)) is not None:
+        return RawParity(recordings.error, recordings.relative, recordings=recordings.count, tokens=recordings.tokens)
     if (prompts := check_prompts(source, engine)) is not None:
         return RawParity(prompts[0], prompts[0], images=prompts[1])
     input_names = source.caller_inputs

@@ -1,4 +1,4 @@
-"""The gate from a sound to its text, against the source's own way.
+"""The gate from a recording to its text, against the source's own way.
 
 For a model that scores tokens at each frame, the scores are compared with the scores by the source's feature extractor.
 The text is compared where its two best tokens differ by more than the error at every frame. For a model that writes,
@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from tformer_export.sources import Source
-from tformer_export.sources.hugging_face.audio import draw_sounds
+from tformer_export.sources.hugging_face.audio import draw_audio
 from tformer_runtime.base.errors import ParityError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.step_outputs import crop
@@ -31,12 +31,12 @@ PROMPT_TOKENS = 8  # reserved for the tokens before them
 
 
 @dataclass(frozen=True)
-class SoundParity:
+class AudioParity:
     """The result of the comparison.
 
     error: max |Δ| of the scores.
     relative: the error over their range.
-    count: the number of compared sounds.
+    count: the number of compared recordings.
     tokens: for a model that writes, the number of compared tokens. They are equal, except where two are equally likely.
     """
 
@@ -46,32 +46,32 @@ class SoundParity:
     tokens: int = 0
 
 
-def check_sounds(source: Source, engine: Engine, tolerance: float) -> SoundParity | None:
-    """Compare the results for sounds; return None for a source that has no pipeline of its own for them.
+def check_audio(source: Source, engine: Engine, tolerance: float) -> AudioParity | None:
+    """Compare the results for recordings; return None for a source that has no pipeline of its own for them.
 
     Raises ParityError where a result differs.
     """
-    sound = audio_of(engine.manifest)
-    if sound is None or (source.own_pipeline is None and source.transcribe is None):
+    named = audio_of(engine.manifest)
+    if named is None or (source.own_pipeline is None and source.transcribe is None):
         return None
     if source.transcribe is not None:
-        return _check_transcripts(source, engine, sound[1], tolerance)
-    return _check_scores(source, engine, sound[1], tolerance)
+        return _check_transcripts(source, engine, named[1], tolerance)
+    return _check_scores(source, engine, named[1], tolerance)
 
 
-def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tolerance: float) -> SoundParity:
+def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tolerance: float) -> AudioParity:
     """Compare the scores and the texts of a model that scores tokens at each frame."""
     assert source.own_pipeline is not None
     model = Model(engine)
-    sounds = draw_sounds(audio.sampling_rate, seed=1, min_samples=audio.min_samples)
-    expected = [source.own_pipeline(sound, None) for sound in sounds]
+    recordings = draw_audio(audio.sampling_rate, seed=1, min_samples=audio.min_samples)
+    expected = [source.own_pipeline(recording, None) for recording in recordings]
     span = max(float(np.ptp(np.concatenate([value.numpy().ravel() for value in expected]))), 1e-6)
     worst = 0.0
     for together in (True, False):
-        outputs = _outputs(engine, [model.inputs.single_pass_arrays(sound) for sound in sounds], together)
-        results = list(model.predict(sounds, len(sounds) if together else 1))
-        for sound, output, result, expected_scores in zip(sounds, outputs, results, expected, strict=True):
-            subject = f"for a sound of {len(sound)} samples, {'in a batch' if together else 'alone'}"
+        outputs = _outputs(engine, [model.inputs.single_pass_arrays(recording) for recording in recordings], together)
+        results = list(model.predict(recordings, len(recordings) if together else 1))
+        for recording, output, result, expected_scores in zip(recordings, outputs, results, expected, strict=True):
+            subject = f"for a recording of {len(recording)} samples, {'in a batch' if together else 'alone'}"
             if output.shape != tuple(expected_scores.shape):
                 raise ParityError(
                     f"the file's result {subject}, has the shape {output.shape}, and its source's own "
@@ -94,38 +94,38 @@ def _check_scores(source: Source, engine: Engine, audio: AudioPreprocessor, tole
                     f"the file's text {subject}, is {result.text!r}, and its source's {text!r}; no file was written"
                 )
     _check_windows(source, model, audio, worst)
-    return SoundParity(worst, worst / span, len(sounds))
+    return AudioParity(worst, worst / span, len(recordings))
 
 
 def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error: float) -> None:
-    """Check that a sound which is read in several windows is covered once.
+    """Check that a recording which is read in several windows is covered once.
 
     The expected scores of each window are the source's own scores for it, without the frames that neighbours have. They
-    must have as many frames as the source makes of the whole sound.
+    must have as many frames as the source makes of the whole recording.
     """
     assert source.own_pipeline is not None
     task = model.calls.only_task
     if not isinstance(task, CtcRecognition) or not task.in_windows:
         return
-    sound = np.concatenate(draw_sounds(audio.sampling_rate, seed=2, min_samples=audio.min_samples))
+    recording = np.concatenate(draw_audio(audio.sampling_rate, seed=2, min_samples=audio.min_samples))
     settings = task.settings(
         {
-            "chunk_length_s": len(sound) / audio.sampling_rate / 2,
-            "stride_length_s": len(sound) / audio.sampling_rate / 12,
+            "chunk_length_s": len(recording) / audio.sampling_rate / 2,
+            "stride_length_s": len(recording) / audio.sampling_rate / 12,
         }
     )
-    pieces = task.pieces(len(sound), settings["chunk_length_s"], settings["stride_length_s"])
-    scores = [source.own_pipeline(sound[samples], None)[piece_frames].numpy() for samples, piece_frames in pieces]
-    frame_count, frames = sum(map(len, scores)), len(source.own_pipeline(sound, None))
+    pieces = task.pieces(len(recording), settings["chunk_length_s"], settings["stride_length_s"])
+    scores = [source.own_pipeline(recording[samples], None)[piece_frames].numpy() for samples, piece_frames in pieces]
+    frame_count, frames = sum(map(len, scores)), len(source.own_pipeline(recording, None))
     if len(pieces) < 2 or frame_count != frames:
         raise ParityError(
-            f"a sound that is read in {len(pieces)} windows gives {frame_count} frames, but {frames} when it is read "
-            "as a whole; no file was written"
+            f"a recording that is read in {len(pieces)} windows gives {frame_count} frames, but {frames} when it is "
+            "read as a whole; no file was written"
         )
     expected = np.concatenate(scores)
     best = np.sort(expected, 1)
     (result,) = model.predict(
-        [sound],
+        [recording],
         chunk_length_s=settings["chunk_length_s"] / audio.sampling_rate,
         stride_length_s=settings["stride_length_s"] / audio.sampling_rate,
     )
@@ -134,8 +134,8 @@ def _check_windows(source: Source, model: Model, audio: AudioPreprocessor, error
         and result.token_ids != task.result([expected], settings).token_ids
     ):
         raise ParityError(
-            "the file transcribes a sound in windows differently from its source: the token ids differ; no file was "
-            "written"
+            "the file transcribes a recording in windows differently from its source: the token ids differ; no file "
+            "was written"
         )
 
 
@@ -153,10 +153,10 @@ def _outputs(engine: Engine, rows: Sequence[Mapping[str, np.ndarray]], together:
     return outputs
 
 
-def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor, tolerance: float) -> SoundParity:
-    """Compare the tokens of sounds of one window, with timestamps and without.
+def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor, tolerance: float) -> AudioParity:
+    """Compare the tokens of recordings of one window, with timestamps and without.
 
-    Cost: a run of generate() for each sound with timestamps, and one without.
+    Cost: a run of generate() for each recording with timestamps, and one without.
     """
     assert source.transcribe is not None
     manifest = engine.manifest
@@ -165,13 +165,13 @@ def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor,
     file = Transcriber(
         Model(engine).generator, replace(manifest, output_meaning=replace(manifest.output_meaning, settings=settings))
     )
-    sounds = [sound[: audio.n_samples] for sound in draw_sounds(audio.sampling_rate, seed=1)[:2]]
+    recordings = [recording[: audio.n_samples] for recording in draw_audio(audio.sampling_rate, seed=1)[:2]]
     timestamp_options = [False] if file.task.prompt.no_timestamps is None else [False, True]
     worst, span, tokens = 0.0, 1.0, 0
-    for sound in sounds:
+    for recording in recordings:
         for timestamps in timestamp_options:
-            expected = source.transcribe(sound, timestamps, max_tokens)
-            (result,) = file.transcribe_all([sound], 1, 1, 0, {"timestamps": timestamps})
+            expected = source.transcribe(recording, timestamps, max_tokens)
+            (result,) = file.transcribe_all([recording], 1, 1, 0, {"timestamps": timestamps})
             tokens_of_file = list(result.token_ids)
             tokens += len(expected)
             place = _first_difference(expected, tokens_of_file)
@@ -180,16 +180,23 @@ def _check_transcripts(source: Source, engine: Engine, audio: AudioPreprocessor,
             opening = file.task.prompt.ids(manifest.special_tokens.bos_token_ids[0], None, None, timestamps)
             prompt = [file.task.prompt.language_id(result.language or "") if i is None else i for i in opening]
             gap, range_of = _logit_gap(
-                source, audio, sound, prompt, expected, tokens_of_file, place, manifest.special_tokens.eos_token_ids[0]
+                source,
+                audio,
+                recording,
+                prompt,
+                expected,
+                tokens_of_file,
+                place,
+                manifest.special_tokens.eos_token_ids[0],
             )
             worst, span = max(worst, gap), range_of
             if not gap <= tolerance * range_of:
                 raise ParityError(
-                    f"the file writes other tokens than its source for a sound of {len(sound)} samples"
+                    f"the file writes other tokens than its source for a recording of {len(recording)} samples"
                     f"{', with times' * timestamps}: {tokens_of_file[place : place + 1]} as number {place + 1}, where "
                     f"that writes {expected[place : place + 1]}; no file was written"
                 )
-    return SoundParity(worst, worst / span, len(sounds), tokens)
+    return AudioParity(worst, worst / span, len(recordings), tokens)
 
 
 def _first_difference(expected: Sequence[int], tokens: Sequence[int]) -> int | None:
@@ -204,7 +211,7 @@ def _first_difference(expected: Sequence[int], tokens: Sequence[int]) -> int | N
 def _logit_gap(
     source: Source,
     audio: AudioPreprocessor,
-    sound: np.ndarray,
+    recording: np.ndarray,
     prompt: Sequence[int],
     expected: Sequence[int],
     tokens_of_file: Sequence[int],
@@ -213,9 +220,9 @@ def _logit_gap(
 ) -> tuple[float, float]:
     """Return the difference of the source's logits of both tokens, and the range of all logits.
 
-    They are the logits after the tokens before them, in the first window. Later windows belong to other sounds.
+    They are the logits after the tokens before them, in the first window. Later windows belong to other recordings.
     """
-    features = torch.from_numpy(audio.spectrogram(sound))[None]
+    features = torch.from_numpy(audio.spectrogram(recording))[None]
     with torch.no_grad():
         logits = source.module(features, torch.tensor([[*prompt, *expected[:place]]]))[0, -1].float()
     one, other = (logits[ids[place] if place < len(ids) else end] for ids in (expected, tokens_of_file))

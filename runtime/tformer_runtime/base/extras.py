@@ -54,7 +54,7 @@ def disable_telemetry() -> None:
 def import_optional(name: str, purpose: str, extra: str) -> Any:
     """Import and return an optional module. Raise MissingExtraError if it is not installed or cannot be loaded.
 
-    purpose: the beginning of the error's sentence, such as "reading sound needs soundfile".
+    purpose: the beginning of the error's sentence, such as "reading audio needs soundfile".
     extra: the extra of the package tformer that installs the module.
     """
     disable_telemetry()

@@ -125,7 +125,7 @@ def main(
     """Run a model on each INPUT, or on each line of a file or of standard input.
 
     The file decides the task, such as generation, classification or vectors, and the form of an input: a text, two
-    texts with a tab between them, the name of an image, sound or CSV file, or JSON. The options under Options are for
+    texts with a tab between them, the name of an image, audio or CSV file, or JSON. The options under Options are for
     all files; the others are for files of some tasks. --info shows the task of a file.
     """
     assert isinstance(context.command, Command)

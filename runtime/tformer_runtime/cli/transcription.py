@@ -1,4 +1,4 @@
-"""The job of speech recognition: a text per sound file, with the file's name if there are several."""
+"""The job of speech recognition: a text per audio file, with the file's name if there are several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tformer_runtime.tasks.speech import Transcription, one_line
 
 
 class TranscriptionJob(Job):
-    """Write a line of text per sound, a line per timestamped segment, or a JSON object.
+    """Write a line of text per recording, a line per timestamped segment, or a JSON object.
 
     Lines of segments begin with the name of the file if there are several.
     """
@@ -23,10 +23,10 @@ class TranscriptionJob(Job):
     def results(
         self, model: Model, inputs: Iterable[Any], batches: BatchSettings
     ) -> Iterator[tuple[str, Transcription]]:
-        self.several, sounds = count_several(inputs, batches.index_offset)
+        self.several, recordings = count_several(inputs, batches.index_offset)
         settings = {**self.settings, **({"adapter": self.adapter} if self.adapter is not None else {})}
         return run_named(
-            ((str(sound), sound) for sound in sounds),
+            ((str(recording), recording) for recording in recordings),
             lambda values: model.transcribe_batch(values, batches.size, batches.workers, **settings),
         )
 

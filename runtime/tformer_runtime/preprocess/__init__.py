@@ -1,4 +1,4 @@
-"""From text, sound, images and tables to arrays.
+"""From text, audio, images and tables to arrays.
 
 inputs           an input of a model, of any kind → arrays
 input_line       a line of text → an input

@@ -1,8 +1,8 @@
-"""From a sound file or samples to the features of a model, as transformers' feature extractors compute them.
+"""From an audio file or samples to the features of a model, as transformers' feature extractors compute them.
 
 read (soundfile) → mean of the channels → resample (soxr) to the rate of the model → features:
 
-waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each sound
+waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each recording
 log-mel    log10 of the power in bands of the mel scale, in frames `hop_length` samples apart, limited to 8 below the
            maximum: (max(log10 S, max log10 S - 8) + 4) / 4, S = M · |FFT(hann · x)|²
 
@@ -51,7 +51,7 @@ UNKNOWN_FRAMES = 2**63 - 1  # libsndfile's value for a file without a length, su
 
 
 class AudioPreprocessor(Struct, frozen=True):
-    """How a model reads a sound. The fields are those of the manifest.
+    """How a model reads a recording. The fields are those of the manifest.
 
     sampling_rate: samples per second.
     features: WAVEFORM or LOG_MEL.
@@ -60,7 +60,7 @@ class AudioPreprocessor(Struct, frozen=True):
     num_mel_bins: bands of the spectrogram.
     n_fft, hop_length: samples of a Fourier transform, and from one transform to the next.
     max_frequency: the upper end of the bands, in Hz.
-    n_samples: the length of a spectrogram's input; shorter sounds are padded with silence.
+    n_samples: the length of a spectrogram's input; shorter recordings are padded with silence.
     """
 
     sampling_rate: Annotated[int, Meta(ge=1, le=MAX_RATE)] = 16000
@@ -78,24 +78,24 @@ class AudioPreprocessor(Struct, frozen=True):
         """The number of frames of a padded spectrogram."""
         return self.n_samples // self.hop_length
 
-    def from_samples(self, sound: Any) -> F32:
-        """Return the features of a sound without a batch axis: (samples,), or (num_mel_bins, frames).
+    def from_samples(self, audio: Any) -> F32:
+        """Return the features of a recording without a batch axis: (samples,), or (num_mel_bins, frames).
 
-        sound: see `read`; an array with the shape of a spectrogram is one.
-        Raise InputError for a sound that cannot be read or is longer than a spectrogram, MissingExtraError for a file
-        without soundfile.
+        audio: see `read`; an array with the shape of a spectrogram is one.
+        Raise InputError for a recording that cannot be read or is longer than a spectrogram, MissingExtraError for a
+        file without soundfile.
         """
         if self.features != LOG_MEL:
-            return self.waveform(self.read(sound))
-        if isinstance(sound, np.ndarray) and sound.shape == (self.num_mel_bins, self.frames):
-            spectrogram: F32 = np.asarray(sound, np.float32)
+            return self.waveform(self.read(audio))
+        if isinstance(audio, np.ndarray) and audio.shape == (self.num_mel_bins, self.frames):
+            spectrogram: F32 = np.asarray(audio, np.float32)
             return spectrogram
-        samples = self.read(sound)
+        samples = self.read(audio)
         if len(samples) > self.n_samples:
             seconds, max_seconds = len(samples) / self.sampling_rate, self.n_samples / self.sampling_rate
             raise InputError(
-                f"the sound is {seconds:.2f} s long and {max_seconds:g} s are read at once: transcribe() reads longer "
-                "ones piece by piece"
+                f"the recording is {seconds:.2f} s long and {max_seconds:g} s are read at once: transcribe() reads "
+                "longer ones piece by piece"
             )
         return self.spectrogram(samples)
 
@@ -103,19 +103,19 @@ class AudioPreprocessor(Struct, frozen=True):
         """Return the samples of `read`, (samples,), normalized if the model requires that."""
         if not self.normalize:
             return samples
-        with _memory_errors("the sound"):
+        with _memory_errors("the recording"):
             values = samples.astype(np.float64)
             normalized = (values - values.mean()) / np.sqrt(values.var() + VARIANCE_EPSILON)
             waveform: F32 = normalized.astype(np.float32)
         return waveform
 
     def spectrogram(self, samples: F32) -> F32:
-        """Return the log-mel spectrogram (num_mel_bins, frames) of a sound of any length.
+        """Return the log-mel spectrogram (num_mel_bins, frames) of a recording of any length.
 
-        Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in the length. Memory:
-        the sound and the result.
+        Frames begin half a window before the recording, which is reflected at its ends. Cost: linear in the length.
+        Memory: the recording and the result.
         """
-        with _memory_errors("the sound"):
+        with _memory_errors("the recording"):
             return self._spectrogram(samples)
 
     def _spectrogram(self, samples: F32) -> F32:
@@ -135,29 +135,29 @@ class AudioPreprocessor(Struct, frozen=True):
         spectrogram /= np.float32(4.0)
         return spectrogram
 
-    def read(self, sound: Any, max_samples: int | None = None) -> F32:
-        """Return the samples of a sound, (samples,), with one channel at the rate of the model.
+    def read(self, audio: Any, max_samples: int | None = None) -> F32:
+        """Return the samples of a recording, (samples,), with one channel at the rate of the model.
 
-        sound: the name or the bytes of a file in a format of soundfile (WAV, FLAC, OGG, MP3); samples at the rate of
+        audio: the name or the bytes of a file in a format of soundfile (WAV, FLAC, OGG, MP3); samples at the rate of
             the model, (samples,) or (samples, channels), as floats from -1 to 1 or integers of 16 or 32 bits; or a pair
             of samples and their rate. Channels are averaged.
         max_samples: before and after resampling; MAX_SAMPLES by default.
-        Raise InputError for a sound that cannot be read, and for one with more samples. Cost and memory: linear in both
-        numbers.
+        Raise InputError for a recording that cannot be read, and for one with more samples. Cost and memory: linear in
+        both numbers.
         """
-        name = os.fspath(sound) if isinstance(sound, (str, os.PathLike)) else "the sound"
+        name = os.fspath(audio) if isinstance(audio, (str, os.PathLike)) else "the recording"
         with _memory_errors(str(name)):
-            return self._read(sound, str(name), MAX_SAMPLES if max_samples is None else max_samples)
+            return self._read(audio, str(name), MAX_SAMPLES if max_samples is None else max_samples)
 
-    def _read(self, sound: Any, name: str, max_samples: int) -> F32:
+    def _read(self, audio: Any, name: str, max_samples: int) -> F32:
         rate: Any = self.sampling_rate
-        if isinstance(sound, (str, os.PathLike, bytes)):
-            samples, rate = _read_file(sound, name, max_samples)  # one channel
-        elif isinstance(sound, tuple) and len(sound) == 2 and np.isscalar(sound[1]) and not np.isscalar(sound[0]):
-            rate = _check_rate(sound[1], name)
-            samples = _as_samples(sound[0])
+        if isinstance(audio, (str, os.PathLike, bytes)):
+            samples, rate = _read_file(audio, name, max_samples)  # one channel
+        elif isinstance(audio, tuple) and len(audio) == 2 and np.isscalar(audio[1]) and not np.isscalar(audio[0]):
+            rate = _check_rate(audio[1], name)
+            samples = _as_samples(audio[0])
         else:
-            samples = _as_samples(sound)
+            samples = _as_samples(audio)
         if not samples.size:
             raise InputError(f"{name} is empty")
         _check_numbers(samples, 0, rate, name)
@@ -178,7 +178,7 @@ class AudioPreprocessor(Struct, frozen=True):
     @classmethod
     def of(cls, entry: Preprocessing) -> AudioPreprocessor:
         """Return the preprocessor of an entry of the manifest. Raise ModelFileError for a damaged entry."""
-        damaged = "the sound settings of the file are damaged"
+        damaged = "the audio settings of the file are damaged"
         audio = read_typed(cls, entry.numbers, damaged)
         try:
             audio.check()
@@ -199,7 +199,7 @@ class AudioPreprocessor(Struct, frozen=True):
 
 
 def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:
-    """Return the name of the input that reads a sound, and its preprocessor; None without one."""
+    """Return the name of the input that reads a recording, and its preprocessor; None without one."""
     for name, entry in manifest.preprocessing.items():
         if entry.kind == AUDIO:
             audio = AudioPreprocessor.of(entry)
@@ -208,7 +208,7 @@ def audio_of(manifest: Manifest) -> tuple[str, AudioPreprocessor] | None:
             if audio.features == LOG_MEL and not {*fixed} <= {audio.num_mel_bins, audio.frames}:
                 sizes, expected = f"{audio.num_mel_bins} × {audio.frames}", " × ".join(map(str, fixed))
                 raise ModelFileError(
-                    f"the sound settings of the file are damaged (a spectrogram of {sizes}, an input of {expected}): "
+                    f"the audio settings of the file are damaged (a spectrogram of {sizes}, an input of {expected}): "
                     "export the model again"
                 )
             return name, audio
@@ -235,10 +235,10 @@ def _mono(samples: F32) -> F32:
 
 def _read_file(source: Any, name: str, max_samples: int) -> tuple[F32, int]:
     """Return the mean of the channels of a file, (samples, 1), and their rate. source: its name or its bytes."""
-    soundfile = import_optional("soundfile", "reading sound needs soundfile", "audio")
+    soundfile = import_optional("soundfile", "reading audio needs soundfile", "audio")
     if not isinstance(source, bytes):
         if not os.fspath(source):
-            raise InputError("the name of a sound's file is empty")
+            raise InputError("the name of an audio file is empty")
         if Path(source).is_dir():
             raise InputError(f"{name} is a directory: give the name of a file in it")
         if not Path(source).is_file():
@@ -260,7 +260,7 @@ def _read_file(source: Any, name: str, max_samples: int) -> tuple[F32, int]:
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).partition(": ")[2] or str(error)
         raise InputError(
-            f"{name} is not a sound file of a supported format (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
+            f"{name} is not an audio file of a supported format (WAV, FLAC, OGG, MP3), or is damaged: {reason}"
         ) from error
     return samples, rate
 
@@ -336,7 +336,7 @@ def _as_samples(array: Any) -> F32:
     try:
         values = np.asarray(array)
     except ValueError as error:
-        raise InputError(f"a sound is an array of numbers, (samples,): {error}") from error
+        raise InputError(f"a recording is an array of numbers, (samples,): {error}") from error
     if values.dtype in (np.int16, np.int32):
         values = values / np.float32(-np.iinfo(values.dtype).min)
     if values.dtype.kind in "iu" and values.size:
@@ -346,8 +346,8 @@ def _as_samples(array: Any) -> F32:
         )
     if values.dtype.kind != "f" or values.ndim not in (1, 2):
         raise InputError(
-            "a sound is the name of a file, its bytes, or samples, (samples,) floats from -1 to 1 or integers of 16 or "
-            f"32 bits, not {type(array).__name__} of {values.dtype} {values.shape}"
+            "a recording is the name of a file, its bytes, or samples, (samples,) floats from -1 to 1 or integers of "
+            f"16 or 32 bits, not {type(array).__name__} of {values.dtype} {values.shape}"
         )
     values = values[:, None] if values.ndim == 1 else values
     if 0 < len(values) < values.shape[1]:

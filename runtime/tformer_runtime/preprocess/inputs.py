@@ -104,8 +104,8 @@ class Inputs:
         """Return a label for each position of the source that has `length` positions.
 
         sources: the arrays of the input.
-        A label is a token, an id without a tokenizer, the start of a frame of a sound in seconds, or the number of the
-        position.
+        A label is a token, an id without a tokenizer, the start of a frame of a recording in seconds, or the number of
+        the position.
         """
         for name, values in sources.items():
             if values.ndim == 1 and len(values) == length and values.dtype.kind == "i":

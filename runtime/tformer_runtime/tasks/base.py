@@ -162,7 +162,7 @@ class BaseTask(ABC):
     def parse_line(self, line: str, ids: bool) -> Input:
         """Parse a line of the command line into an input.
 
-        A line is a text or an image file, a pair of these with a tab between them, or a sound file. With `ids` it is
+        A line is a text or an image file, a pair of these with a tab between them, or an audio file. With `ids` it is
         ids between spaces. For a model of several inputs, or of numbers, it is JSON: an array, or an object of arrays.
         """
         if reads_json(self.manifest):
@@ -170,7 +170,7 @@ class BaseTask(ABC):
             return value
         if audio_of(self.manifest) is not None:
             if ids:
-                raise InputError("the model reads sounds, not ids: leave out --ids")
+                raise InputError("the model reads recordings, not ids: leave out --ids")
             return line
         specs = read_inputs(self.manifest)
         image = len(specs) == 1 and specs[0].name in image_inputs(self.manifest.preprocessing)

@@ -1,4 +1,4 @@
-"""Speech recognition by a model that scores tokens at each frame of a sound (CTC)."""
+"""Speech recognition by a model that scores tokens at each frame of a recording (CTC)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input, Inputs
 
 WORD, CHAR = "word", "char"  # units of timestamps
-DEFAULT_CHUNK_SECONDS = 60.0  # window of a long sound
+DEFAULT_CHUNK_SECONDS = 60.0  # window of a long recording
 DEFAULT_STRIDE_SHARE = 1 / 6  # of the window: context on each of its sides
 
 
 class CtcRecognition(Speech):
     """Speech recognition from scores of tokens at each frame.
 
-    A long sound is read in windows with context on both sides. The frames of the context are left out, as in
+    A long recording is read in windows with context on both sides. The frames of the context are left out, as in
     transformers' pipeline: https://huggingface.co/blog/asr-chunking. Samples are normalized window by window. Beam
     search takes the best labelling of each window.
     """
@@ -43,7 +43,7 @@ class CtcRecognition(Speech):
             "chunk_length_s": Flag(
                 "--chunk-length-s",
                 "SECONDS",
-                f"Read a longer sound in windows of this length.  [default: {DEFAULT_CHUNK_SECONDS:g}]",
+                f"Read a longer recording in windows of this length.  [default: {DEFAULT_CHUNK_SECONDS:g}]",
                 float,
             ),
             "stride_length_s": Flag(
@@ -81,7 +81,7 @@ class CtcRecognition(Speech):
 
     @property
     def in_windows(self) -> bool:
-        """Whether long sounds are read in windows."""
+        """Whether long recordings are read in windows."""
         return self._windowed_audio is not None
 
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class CtcRecognition(Speech):
         stride = check_seconds("stride_length_s", values.pop("stride_length_s", window * DEFAULT_STRIDE_SHARE))
         super().settings(values)
         if window_settings and not self.in_windows:
-            raise OptionError(f"this file reads a sound as a whole: it takes no {', '.join(window_settings)}")
+            raise OptionError(f"this file reads a recording as a whole: it takes no {', '.join(window_settings)}")
         if self.in_windows and not self._min_context_samples <= self._samples(stride) < self._samples(window) / 2:
             raise OptionError(
                 f"stride_length_s must be from {self._min_context_samples / self._rate:g} s to less than half of "
@@ -125,19 +125,19 @@ class CtcRecognition(Speech):
         return round(seconds * self._rate / self._frame_stride) * self._frame_stride
 
     def read_input(self, input: Input, inputs: Inputs, truncate: bool, settings: Mapping[str, Any]) -> TaskInput:
-        """Read a sound. The details of the result are the frames of each window without its context, as slices."""
+        """Read a recording. The details of the result are the frames of each window without its context, as slices."""
         if self._windowed_audio is None:
             return TaskInput([inputs.single_pass_arrays(input)], [slice(None)])
         name, audio = self._windowed_audio
-        sound = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
-        pieces = self.pieces(len(sound), settings["chunk_length_s"], settings["stride_length_s"])
-        requests = [{name: audio.waveform(sound[samples])} for samples, _ in pieces]
+        recording = audio.read(input[name] if isinstance(input, Mapping) and set(input) == {name} else input)
+        pieces = self.pieces(len(recording), settings["chunk_length_s"], settings["stride_length_s"])
+        requests = [{name: audio.waveform(recording[samples])} for samples, _ in pieces]
         return TaskInput(requests, [frames for _, frames in pieces])
 
     def pieces(self, samples: int, window: int, stride: int) -> list[tuple[slice, slice]]:
-        """Return the windows of a sound: the samples of each, and its frames without the context.
+        """Return the windows of a recording: the samples of each, and its frames without the context.
 
-        samples: of the sound. window, stride: samples of a window, and of its context on each side.
+        samples: of the recording. window, stride: samples of a window, and of its context on each side.
         """
         if samples <= window:
             return [(slice(None), slice(None))]
@@ -154,7 +154,7 @@ class CtcRecognition(Speech):
     ) -> Mapping[str, Array]:
         reading = self.read_input(input, inputs, truncate, settings)
         window_seconds = settings["chunk_length_s"] / self._rate
-        return only_request(reading, "the sound", f"windows of {window_seconds:g} s", "cut it")
+        return only_request(reading, "the recording", f"windows of {window_seconds:g} s", "cut it")
 
     def make_result(self, reading: TaskInput, outputs: Sequence[Outputs], settings: Mapping[str, Any]) -> Transcription:
         paths, total_score = [], 0.0

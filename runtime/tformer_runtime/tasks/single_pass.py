@@ -34,7 +34,7 @@ from tformer_runtime.preprocess.inputs import Input, Inputs
 from tformer_runtime.tasks.base import BaseTask, Outputs, TaskInput
 
 MAX_CPU_BATCH_POSITIONS = 512  # so that the output of one operator is still in the cache when the next one reads it
-WINDOW_INPUT_VALUES = 2**23  # input values that complete a window: 32 MB in float32, 9 minutes of sound at 16 kHz
+WINDOW_INPUT_VALUES = 2**23  # input values that complete a window: 32 MB in float32, 9 minutes of audio at 16 kHz
 IMAGE_POSITIONS = 196  # assumed for an image: 224 × 224 pixels in patches of 16 × 16
 
 SelectOutputs = Callable[[Outputs, Mapping[str, Array]], Outputs]
@@ -65,7 +65,7 @@ class SinglePassRequest(Struct, eq=False):
         return max((value.size for value in self.sources.values()), default=0)
 
     def positions(self, encode: EncodeStage) -> int:
-        """Return an estimate of the positions that the model computes. For a sound these are frames, not samples."""
+        """Return an estimate of the positions that the model computes: of frames, not samples, for a recording."""
         sizes = input_and_output_sizes(encode, self.sources) if encode.derived_lengths else {}
         frame_counts = {rule.of: sizes[name] for name, rule in encode.derived_lengths.items()}
         time_axes = {spec.name: spec.shape[1] for spec in encode.inputs if len(spec.shape) > 1}

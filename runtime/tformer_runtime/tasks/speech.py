@@ -16,7 +16,7 @@ from tformer_runtime.tasks.settings import Flag, switch
 class Segment(Struct, frozen=True):
     """A piece of a transcription: a word, a character or a phrase.
 
-    start, end: seconds from the beginning of the sound.
+    start, end: seconds from the beginning of the recording.
     """
 
     text: str
@@ -25,7 +25,7 @@ class Segment(Struct, frozen=True):
 
 
 class Transcription(Struct, frozen=True):
-    """The text of a sound.
+    """The text of a recording.
 
     text: empty if the file has no vocabulary.
     token_ids: the output of the model.
@@ -47,7 +47,7 @@ class Speech(BaseTask):
     names: ClassVar[tuple[str, ...]] = ()
     does = "transcribes speech"
     call = "transcribe()"
-    can_truncate = False  # sounds may have any length
+    can_truncate = False  # recordings may have any length
     flags = {  # noqa: RUF012
         "Speech": {
             "timestamps": switch(

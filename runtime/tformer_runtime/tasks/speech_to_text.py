@@ -1,10 +1,10 @@
-"""Speech recognition by a generative model, which writes text and times of a window of sound.
+"""Speech recognition by a generative model, which writes text and times of a window of audio.
 
 The prompt of a window has special tokens for the spoken language and for the task. Their ids are in the file. If no
-language is given, the likeliest language is detected. A sound that is longer than a window is read in several windows.
-Each window begins at the last time that the window before has. This is the sequential algorithm of transformers'
-generate(), and results have the same tokens (Radford et al. 2022, "Robust Speech Recognition via Large-Scale Weak
-Supervision", 3.8).
+language is given, the likeliest language is detected. A recording that is longer than a window is read in several
+windows. Each window begins at the last time that the window before has. This is the sequential algorithm of
+transformers' generate(), and results have the same tokens (Radford et al. 2022, "Robust Speech Recognition via Large-
+Scale Weak Supervision", 3.8).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tformer_runtime.preprocess.audio import AudioPreprocessor, audio_of
 from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag
 from tformer_runtime.tasks.speech import Segment, Speech, Transcription
 
-WINDOW_SPECTROGRAM_VALUES = 2**26  # that complete a window of inputs: 256 MB, 2 hours of sound
+WINDOW_SPECTROGRAM_VALUES = 2**26  # that complete a window of inputs: 256 MB, 2 hours of audio
 TIME_DIGITS = 6  # decimals of seconds; a time step is a multiple of 0.01 s
 
 
@@ -137,7 +137,7 @@ class TimestampRules:
 
 
 class _Recording(Struct, eq=False):
-    """One sound. prompt: see `DecoderPrompt.ids`. result, error: once it is transcribed."""
+    """One recording. prompt: see `DecoderPrompt.ids`. result, error: once it is transcribed."""
 
     index: int
     frames: F32
@@ -177,7 +177,7 @@ class TranscriptionState(Struct, eq=False):
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """Equal for sounds whose next requests may be one batch: prompts of one length, and the same rules."""
+        """Equal for recordings whose next requests may be one batch: prompts of one length, and the same rules."""
         return self.detects, self.recording.timestamps, len(self.prompt)
 
     @property
@@ -257,17 +257,17 @@ class Transcriber:
         self._audio: AudioPreprocessor = audio_input[1]
 
     def transcribe_all(
-        self, sounds: Iterable[Any], batch_size: int, workers: int, index_offset: int, values: Mapping[str, Any]
+        self, recordings: Iterable[Any], batch_size: int, workers: int, index_offset: int, values: Mapping[str, Any]
     ) -> Iterator[Transcription]:
-        """Yield the transcriptions of any number of sounds, in their order.
+        """Yield the transcriptions of any number of recordings, in their order.
 
-        batch_size: sounds that are decoded together.
+        batch_size: recordings that are decoded together.
         workers: batches that are decoded in parallel, each by a thread.
-        index_offset: the number of sounds before these.
+        index_offset: the number of recordings before these.
         values: see `SpeechToText.settings`.
-        The memory is that of the spectrograms of `batch_size` * `workers` sounds. No further sound is read once the
-        spectrograms have WINDOW_SPECTROGRAM_VALUES values. Cost: for each window of a sound, a run of the encoder and a
-        step for each token. Without a language, another run of the encoder for the first window.
+        The memory is that of the spectrograms of `batch_size` * `workers` recordings. No further recording is read once
+        the spectrograms have WINDOW_SPECTROGRAM_VALUES values. Cost: for each window of a recording, a run of the
+        encoder and a step for each token. Without a language, another run of the encoder for the first window.
         """
         settings = self.task.settings(values)
         check_int("batch_size", batch_size)
@@ -280,34 +280,34 @@ class Transcriber:
             assert recording.result is not None
             return recording.result
 
-        def read(index: int, sound: Any) -> _Recording:
+        def read(index: int, recording: Any) -> _Recording:
             try:
-                return self._read(index, sound, settings)
+                return self._read(index, recording, settings)
             except InputError as error:
                 raise with_input_number(error, index + 1) from error
 
-        recordings = (read(index, sound) for index, sound in enumerate(sounds, index_offset))
+        items = (read(index, recording) for index, recording in enumerate(recordings, index_offset))
         runner: BatchRunner[_Recording, _Recording] = BatchRunner(
             make_batches, partial(self._run_batch, settings=settings), workers, max_windows=1
         )
         limits: WindowLimits[_Recording] = WindowLimits(
             batch_size * workers, WINDOW_SPECTROGRAM_VALUES, lambda recording: recording.frames.size
         )
-        return in_order(recordings, runner, make_result, limits)
+        return in_order(items, runner, make_result, limits)
 
-    def _read(self, index: int, sound: Any, settings: Mapping[str, Any]) -> _Recording:
-        """Read a sound and make its prompt. Raise InputError."""
-        audio, prompt = self._audio, self.task.prompt
-        frames = audio.spectrogram(audio.read(sound))
-        several_windows = frames.shape[1] > audio.frames
-        window = f"{audio.n_samples / audio.sampling_rate:g} s"
+    def _read(self, index: int, audio: Any, settings: Mapping[str, Any]) -> _Recording:
+        """Read a recording and make its prompt. Raise InputError."""
+        preprocessor, prompt = self._audio, self.task.prompt
+        frames = preprocessor.spectrogram(preprocessor.read(audio))
+        several_windows = frames.shape[1] > preprocessor.frames
+        window = f"{preprocessor.n_samples / preprocessor.sampling_rate:g} s"
         if several_windows and prompt.no_timestamps is None:
             raise InputError(
-                f"the sound is longer than {window}, and this model writes no timestamps: cut it into parts"
+                f"the recording is longer than {window}, and this model writes no timestamps: cut it into parts"
             )
         if several_windows and settings["timestamps"] is False:
             raise InputError(
-                f"the sound is longer than {window}, so that it is read in windows, whose starts follow from "
+                f"the recording is longer than {window}, so that it is read in windows, whose starts follow from "
                 "timestamps: leave out timestamps=False"
             )
         timestamps = prompt.timestamps if settings["timestamps"] is None else bool(settings["timestamps"])
@@ -316,56 +316,56 @@ class Transcriber:
         ids = prompt.ids(start_id, settings["language"], settings["task"], timestamps)
         return _Recording(index, frames, ids, timestamps)
 
-    def begin(self, sound: Any, settings: Mapping[str, Any]) -> TranscriptionState:
-        """Read one sound, and return its transcription before the first window.
+    def begin(self, audio: Any, settings: Mapping[str, Any]) -> TranscriptionState:
+        """Read one recording, and return its transcription before the first window.
 
         settings: the result of `SpeechToText.settings`. Raise InputError.
         """
-        return self._new_state(self._read(0, sound, settings), settings)
+        return self._new_state(self._read(0, audio, settings), settings)
 
-    def next_request(self, sound: TranscriptionState) -> tuple[Request, Settings] | None:
-        """Return what to generate next for a sound: its language or its next window. None if nothing is left.
+    def next_request(self, state: TranscriptionState) -> tuple[Request, Settings] | None:
+        """Return what to generate next for a recording: its language or its next window. None if nothing is left.
 
-        Give the result to `add`. Requests of sounds with equal `TranscriptionState.kind` may be one batch, with the
+        Give the result to `add`. Requests of recordings with equal `TranscriptionState.kind` may be one batch, with the
         settings of any of them.
         """
-        if sound.frames_left <= 0:
+        if state.frames_left <= 0:
             return None
         max_length, prompt = self._manifest.max_length, self.task.prompt
-        if sound.detects:
+        if state.detects:
             return self._make_request(
-                sound, self._manifest.special_tokens.bos_token_ids[:1], 1
+                state, self._manifest.special_tokens.bos_token_ids[:1], 1
             ), self._language_settings
-        _, timestamps, prompt_tokens = sound.kind
+        _, timestamps, prompt_tokens = state.kind
         room = max_length - prompt_tokens
-        ids = [i for i in sound.prompt if i is not None]
-        request = self._make_request(sound, ids, min(room, prompt.max_new_tokens or room))
-        return request, self._window_settings(sound.num_beams, timestamps, prompt_tokens)
+        ids = [i for i in state.prompt if i is not None]
+        request = self._make_request(state, ids, min(room, prompt.max_new_tokens or room))
+        return request, self._window_settings(state.num_beams, timestamps, prompt_tokens)
 
-    def add(self, sound: TranscriptionState, result: Result) -> None:
+    def add(self, state: TranscriptionState, result: Result) -> None:
         """Add the result of the latest `next_request` to a transcription."""
-        if sound.detects:
-            sound.prompt = [result.token_ids[0] if i is None else i for i in sound.prompt]
+        if state.detects:
+            state.prompt = [result.token_ids[0] if i is None else i for i in state.prompt]
             return
         ids = list(result.token_ids[:-1] if result.finish_reason == "end" else result.token_ids)
-        sound.score += sum(result.token_logprobs)
-        self._append_window(sound, ids)
+        state.score += sum(result.token_logprobs)
+        self._append_window(state, ids)
 
     def _run_batch(self, recordings: Sequence[_Recording], settings: Mapping[str, Any]) -> None:
         """Transcribe recordings, window by window. The next windows of all unfinished recordings are one batch."""
-        sounds = [self._new_state(recording, settings) for recording in recordings]
-        while unfinished := [(sound, request) for sound in sounds if (request := self.next_request(sound)) is not None]:
-            for kind in dict.fromkeys(sound.kind for sound, _ in unfinished):
-                group = [(sound, request) for sound, request in unfinished if sound.kind == kind]
+        states = [self._new_state(recording, settings) for recording in recordings]
+        while unfinished := [(state, request) for state in states if (request := self.next_request(state)) is not None]:
+            for kind in dict.fromkeys(state.kind for state, _ in unfinished):
+                group = [(state, request) for state, request in unfinished if state.kind == kind]
                 self._generate(group)
-        for sound in sounds:
-            sound.recording.result = self.transcription(sound)
+        for state in states:
+            state.recording.result = self.transcription(state)
 
     def _generate(self, group: Sequence[tuple[TranscriptionState, tuple[Request, Settings]]]) -> None:
-        """Generate what is next for sounds of one kind."""
+        """Generate what is next for recordings of one kind."""
         requests, settings = [request for _, (request, _) in group], group[0][1][1]
-        for (sound, _), result in zip(group, generate_all(self._generator, requests, settings), strict=True):
-            self.add(sound, result)
+        for (state, _), result in zip(group, generate_all(self._generator, requests, settings), strict=True):
+            self.add(state, result)
 
     @staticmethod
     def _new_state(recording: _Recording, settings: Mapping[str, Any]) -> TranscriptionState:
@@ -390,39 +390,39 @@ class Transcriber:
             options = options.replace({"logits_processor": TimestampRules(self.task.prompt, end_id, prompt_tokens)})
         return Settings.of(options, self._manifest.generation_defaults)
 
-    def _make_request(self, sound: TranscriptionState, prompt: Sequence[int], max_tokens: int) -> Request:
-        sources = {self._input_name: self._window(sound)}
-        return Request(sound.recording.index, sources, np.array(prompt, np.int64), max_tokens)
+    def _make_request(self, state: TranscriptionState, prompt: Sequence[int], max_tokens: int) -> Request:
+        sources = {self._input_name: self._window(state)}
+        return Request(state.recording.index, sources, np.array(prompt, np.int64), max_tokens)
 
-    def _window(self, sound: TranscriptionState) -> F32:
+    def _window(self, state: TranscriptionState) -> F32:
         """Return the frames (num_mel_bins, frames) of the next window, padded with zeros at the end."""
-        frames = sound.recording.frames[:, sound.seek : sound.seek + self._audio.frames]
+        frames = state.recording.frames[:, state.seek : state.seek + self._audio.frames]
         return np.pad(frames, ((0, 0), (0, self._audio.frames - frames.shape[1])))
 
-    def _append_window(self, sound: TranscriptionState, ids: list[int]) -> None:
+    def _append_window(self, state: TranscriptionState, ids: list[int]) -> None:
         """Append the segments of a window, and set where the next window begins. ids: of the window."""
-        prompt, window_frames = self.task.prompt, min(sound.frames_left, self._audio.frames)
-        begin = sound.seek * prompt.step / prompt.stride
+        prompt, window_frames = self.task.prompt, min(state.frames_left, self._audio.frames)
+        begin = state.seek * prompt.step / prompt.stride
         segments, advance = split_segments(ids, prompt, window_frames)
-        sound.segments += [
+        state.segments += [
             (segment, begin + first * prompt.step, begin + last * prompt.step) for segment, first, last in segments
         ]
-        sound.ids += [i for segment, _, _ in segments for i in segment]
-        sound.seek += advance if advance > 0 else window_frames
+        state.ids += [i for segment, _, _ in segments for i in segment]
+        state.seek += advance if advance > 0 else window_frames
 
-    def transcription(self, sound: TranscriptionState) -> Transcription:
-        """Return the transcription of a sound that has been read to its end."""
+    def transcription(self, state: TranscriptionState) -> Transcription:
+        """Return the transcription of a recording that has been read to its end."""
         codes = {i: name.strip("<|>") for name, i in self.task.prompt.languages.items()}
         return Transcription(
-            self._text(sound.ids),
-            tuple(sound.ids),
-            sound.score,
+            self._text(state.ids),
+            tuple(state.ids),
+            state.score,
             tuple(
                 Segment(self._text(ids), round(begin, TIME_DIGITS), round(end, TIME_DIGITS))
-                for ids, begin, end in sound.segments
-                if sound.recording.timestamps
+                for ids, begin, end in state.segments
+                if state.recording.timestamps
             ),
-            next((codes[i] for i in sound.prompt if i is not None and i in codes), None),
+            next((codes[i] for i in state.prompt if i is not None and i in codes), None),
         )
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -302,9 +302,9 @@ function ranks(model, signal) {
 
 /** @type {MakeForm} */
 function transcription(model, signal) {
-  const sound = element("input", { type: "file", accept: "audio/*", required: true });
-  return form("Transcribe", [field("Sound", sound, "WAV, FLAC, OGG or MP3.")], signal, async (result, ended) => {
-    const file = fileOf(sound);
+  const input = element("input", { type: "file", accept: "audio/*", required: true });
+  return form("Transcribe", [field("Recording", input, "WAV, FLAC, OGG or MP3.")], signal, async (result, ended) => {
+    const file = fileOf(input);
     const { times } = model.tformer;
     const fields = { model: model.id, file, response_format: "verbose_json", "timestamp_granularities[]": times };
     const found = await postForm("/v1/audio/transcriptions", fields, ended);
@@ -313,7 +313,7 @@ function transcription(model, signal) {
     const player = element("audio", {
       controls: true,
       src: urlOf(file, signal),
-      "aria-label": `The sound ${file.name}`,
+      "aria-label": `The recording ${file.name}`,
     });
     const buttons = parts.map(({ start, end, text, word }) => {
       const play = () => {

@@ -1,4 +1,4 @@
-"""/v1/audio/transcriptions: the text of a sound, as OpenAI's API has it, with times as the model gives them."""
+"""/v1/audio/transcriptions: the text of a recording, as OpenAI's API has it, with times as the model gives them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tformer_serve.schemas.transcriptions import TranscriptionRequest
 from tformer_serve.state import State
 from tformer_serve.subtitles import phrases, srt, vtt
 
-MAX_SOUND_SAMPLES = 1 << 28  # 1 GiB: 93 minutes at 48 kHz, with one channel
+MAX_AUDIO_SAMPLES = 1 << 28  # 1 GiB: 93 minutes at 48 kHz, with one channel
 
 router = APIRouter()
 
@@ -37,17 +37,17 @@ _BODY = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}
 
 @router.post("/v1/audio/transcriptions", openapi_extra={"requestBody": _BODY})
 async def transcribe(request: Request, state: State) -> Response:
-    """Transcribe a sound."""
+    """Transcribe a recording."""
     context = context_of(request.scope)
     with state.api_errors():
         content_type, content = request.headers.get("Content-Type", ""), await request.body()
-        body, sound = await on_body(context, _read, content_type, content)
+        body, recording = await on_body(context, _read, content_type, content)
         served = state.models.named(body.model)
         generates = is_speech_to_text(served.model.manifest)
         if not generates:  # refuses a model of another task
             served.model.calls.single_pass("transcribe", kind=CtcRecognition)
         settings = body.settings(generates)
-        result, seconds = await while_connected(request, _transcription(context, served, sound, settings))
+        result, seconds = await while_connected(request, _transcription(context, served, recording, settings))
     segments = result.segments if generates else phrases(result.segments)
     if body.response_format in ("text", "srt", "vtt"):
         write = {"text": lambda _: f"{result.text}\n", "srt": srt, "vtt": vtt}[body.response_format]
@@ -59,30 +59,32 @@ async def transcribe(request: Request, state: State) -> Response:
 
 
 async def _transcription(
-    context: RequestContext, served: ServedModel, sound: bytes, settings: dict[str, Any]
+    context: RequestContext, served: ServedModel, recording: bytes, settings: dict[str, Any]
 ) -> tuple[Transcription, float]:
-    """Return the transcription of a sound, and the seconds of the sound."""
+    """Return the transcription of a recording, and the seconds of the recording."""
     context.model = served.name
     named = audio_of(served.model.manifest)
     assert named is not None
     audio = named[1]
-    samples = await run_limited(None, context, audio.read, sound, MAX_SOUND_SAMPLES)
+    samples = await run_limited(None, context, audio.read, recording, MAX_AUDIO_SAMPLES)
     result = await served.aio.transcribe(samples, context.seconds_left(), **settings)
     return result, len(samples) / audio.sampling_rate
 
 
 def _read(content_type: str, content: bytes) -> tuple[TranscriptionRequest, bytes]:
-    """Return the fields of a form, and its sound. Raise ApiError for another form."""
+    """Return the fields of a form, and its recording. Raise ApiError for another form."""
     fields, files = read_form(content_type, content)
     if set(files) - {"file"}:
         (name, *_) = set(files) - {"file"}
-        raise ApiError(400, f"there is no file {name[:100]!r}: send the sound as file", "unknown_option", name[:100])
+        raise ApiError(
+            400, f"there is no file {name[:100]!r}: send the recording as file", "unknown_option", name[:100]
+        )
     try:
         body = TranscriptionRequest.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False)) from None
     if "file" not in files:
-        raise ApiError(400, "the request lacks file: send the sound as a file of the form", "missing_field", "file")
+        raise ApiError(400, "the request lacks file: send the recording as a file of the form", "missing_field", "file")
     return body, files["file"]
 
 

@@ -37,7 +37,7 @@ export type { Classification } from "./tasks/classification.js";
 export type { Vectors } from "./tasks/features.js";
 export type { Segment, Transcription } from "./tasks/speech.js";
 export type { ForecastOptions } from "./tasks/forecasting.js";
-export type { Sound } from "./preprocess/audio.js";
+export type { AudioInput } from "./preprocess/audio.js";
 export type { ImageInput } from "./preprocess/images.js";
 export type { History } from "./preprocess/series.js";
 export type { Filled, MaskCandidate } from "./tasks/fillMask.js";

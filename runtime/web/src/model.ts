@@ -28,7 +28,7 @@ import {
 import type { ModelParts } from "./modelParts.js";
 import type { AttentionLabels, BatchOptions, GenerateOptions, PredictOptions, ReadOptions } from "./modelTypes.js";
 import { conversation, type Message, type PromptTemplate, type Tools } from "./preprocess/conversation.js";
-import type { Sound } from "./preprocess/audio.js";
+import type { AudioInput } from "./preprocess/audio.js";
 import type { ImageInput } from "./preprocess/images.js";
 import { Inputs } from "./preprocess/inputs.js";
 import { imagePrompt, type Input, type Value } from "./preprocess/values.js";
@@ -434,41 +434,41 @@ export class Model {
 
   private transcribeAll(
     speechToText: SpeechToText,
-    sounds: Iterable<Input> | AsyncIterable<Input>,
+    recordings: Iterable<Input> | AsyncIterable<Input>,
     options: PredictOptions,
   ): AsyncGenerator<Transcription> {
     const { truncate = false, batchSize = speechToText.batchSize, adapter, signal, ...settings } = options;
     checkInt("batchSize", batchSize);
     if (checkBoolean("truncate", truncate)) {
       throw new OptionError(
-        "truncate is not for a model that transcribes speech: it reads sounds of any length",
+        "truncate is not for a model that transcribes speech: it reads recordings of any length",
         "truncate",
       );
     }
     const checked = speechToText.settings(settings);
     const run = { batchSize, signal, adapter: this.adapterInput(adapter) };
-    return speechToText.transcribeAll(this.generator, sounds as Iterable<Sound>, checked, run);
+    return speechToText.transcribeAll(this.generator, recordings as Iterable<AudioInput>, checked, run);
   }
 
   /**
-   * Return the transcription of a sound.
+   * Return the transcription of a recording.
    *
    * Options: those of `predict`; of a model that scores each frame (CTC): timestamps (true or "word", "char"), numBeams,
    * chunkLengthS and strideLengthS; of a model that generates: timestamps (true or false), numBeams, language (by default
    * detected) and task ("transcribe", or "translate" to English).
    */
-  async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
-    const { value } = await this.transcribeBatch([sound], options).next();
+  async transcribe(audio: AudioInput, options: PredictOptions = {}): Promise<Transcription> {
+    const { value } = await this.transcribeBatch([audio], options).next();
     return value as Transcription;
   }
 
-  /** Run `transcribe` for any number of sounds, read lazily. Yield the results in the order of the sounds. */
+  /** Run `transcribe` for any number of recordings, read lazily. Yield the results in the order of the recordings. */
   transcribeBatch(
-    sounds: Iterable<Sound> | AsyncIterable<Sound>,
+    recordings: Iterable<AudioInput> | AsyncIterable<AudioInput>,
     options: PredictOptions = {},
   ): AsyncGenerator<Transcription> {
     if (!this.parts.speechToText && this.task("transcribe").call !== "transcribe()") throw this.otherTask("transcribe");
-    return this.predictBatch(sounds as Iterable<Input>, options) as AsyncGenerator<Transcription>;
+    return this.predictBatch(recordings as Iterable<Input>, options) as AsyncGenerator<Transcription>;
   }
 
   /**

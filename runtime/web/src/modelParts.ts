@@ -1,6 +1,6 @@
 /**
- * The parts of a model that only some files need: tokenizers, chat templates, images, sounds, series and tasks. Their
- * code is loaded for these files, so that a page loads less.
+ * The parts of a model that only some files need: tokenizers, chat templates, images, recordings, series and tasks.
+ * Their code is loaded for these files, so that a page loads less.
  */
 
 import { numberArray } from "./base/arrays.js";
@@ -10,7 +10,7 @@ import { startTimeLimits } from "./base/timeLimit.js";
 import { settingsOf } from "./decoding/options.js";
 import type { Engine } from "./engine/engine.js";
 import { adapterNumber, AUDIO, IMAGE, SERIES, type Manifest } from "./format/manifest.js";
-import type { Sound } from "./preprocess/audio.js";
+import type { AudioInput } from "./preprocess/audio.js";
 import type { PromptTemplate } from "./preprocess/conversation.js";
 import type { DataReader } from "./preprocess/inputs.js";
 import type { PromptItems } from "./preprocess/promptItems.js";
@@ -24,7 +24,7 @@ export interface ModelParts {
   readonly textCodes: readonly TextCode[];
   /** Makes the chat template of a file; undefined for a file without one. */
   readonly templateOf: ((manifest: Manifest) => PromptTemplate) | undefined;
-  /** Input → the function that reads an image or a sound for it. */
+  /** Input → the function that reads an image or a recording for it. */
   readonly dataReaders: ReadonlyMap<string, DataReader>;
   /** The task of a single-pass model. */
   readonly task: Task | undefined;
@@ -108,8 +108,8 @@ async function readersOf(manifest: Manifest): Promise<Map<string, DataReader>> {
   }
   if (hasKind(manifest, AUDIO)) {
     const { audioOf } = await import("./preprocess/audio.js");
-    const sound = audioOf(manifest)!;
-    readers.set(sound.name, (value) => sound.audio.fromSamples(value as Sound));
+    const named = audioOf(manifest)!;
+    readers.set(named.name, (value) => named.audio.fromSamples(value as AudioInput));
   }
   return readers;
 }

@@ -28,7 +28,7 @@ import type {
   Public,
   ReadOptions,
 } from "./modelTypes.js";
-import type { Sound } from "./preprocess/audio.js";
+import type { AudioInput } from "./preprocess/audio.js";
 import type { Message, Tools } from "./preprocess/conversation.js";
 import type { ImageInput } from "./preprocess/images.js";
 import { imagePrompt, type Input, type Value } from "./preprocess/values.js";
@@ -254,12 +254,12 @@ export class RemoteModel implements Public<Model> {
     return (await this.call("fill", [listOf(inputs)], options)) as Filled[];
   }
 
-  async transcribe(sound: Sound, options: PredictOptions = {}): Promise<Transcription> {
-    return (await this.call("transcribe", [sendable(sound)], options)) as Transcription;
+  async transcribe(audio: AudioInput, options: PredictOptions = {}): Promise<Transcription> {
+    return (await this.call("transcribe", [sendable(audio)], options)) as Transcription;
   }
 
-  transcribeBatch(sounds: Inputs<Sound>, options: PredictOptions = {}): AsyncGenerator<Transcription> {
-    return this.iterate("transcribeBatch", [sounds], options) as AsyncGenerator<Transcription>;
+  transcribeBatch(recordings: Inputs<AudioInput>, options: PredictOptions = {}): AsyncGenerator<Transcription> {
+    return this.iterate("transcribeBatch", [recordings], options) as AsyncGenerator<Transcription>;
   }
 
   async forecast(history: History, options: ForecastOptions = {}): Promise<NumberArray> {
@@ -463,10 +463,10 @@ function checkSendable(options: object): void {
 /** Return an input as a message can hold it: an AudioBuffer as its samples, also within an object of inputs. */
 function sendable(input: unknown): unknown {
   if (typeof input !== "object" || input === null || ArrayBuffer.isView(input)) return input;
-  const sound = input as Partial<AudioBuffer>;
-  if (typeof sound.getChannelData === "function") {
-    const channels = Array.from({ length: sound.numberOfChannels! }, (_, i) => sound.getChannelData!(i));
-    return { samples: channels, samplingRate: sound.sampleRate };
+  const buffer = input as Partial<AudioBuffer>;
+  if (typeof buffer.getChannelData === "function") {
+    const channels = Array.from({ length: buffer.numberOfChannels! }, (_, i) => buffer.getChannelData!(i));
+    return { samples: channels, samplingRate: buffer.sampleRate };
   }
   if (Object.getPrototypeOf(input) !== Object.prototype) return input;
   return Object.fromEntries(Object.entries(input).map(([name, value]) => [name, sendable(value)]));

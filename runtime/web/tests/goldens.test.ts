@@ -37,7 +37,7 @@ const TOYS = [
   "toy-answers",
   "toy-masks",
   "toy-images",
-  "toy-sounds",
+  "toy-audio",
   "toy-series",
   "tiny-whisper",
   "tiny-llava",

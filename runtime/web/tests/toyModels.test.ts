@@ -41,7 +41,7 @@ interface Tasks {
   chosen: number[][][];
   images: Place<"uint8">[];
   labels: [string, number][][];
-  sounds: Place<"float32">[];
+  recordings: Place<"float32">[];
   transcriptions: { text: string; ids: number[]; score: number; segments: [string, number, number][] }[];
   histories: Place<"float64">[];
   forecasts: Place<"float32">[];
@@ -171,23 +171,21 @@ describe.each(["node", "wasm"])("on %s", (device) => {
       );
     }
     await expect(model.predict("a")).rejects.toThrow("takes an array of float32, not text");
-    await expect(model.predict(golden.array(tasks.images[0]), { truncate: true })).rejects.toThrow(
-      "takes no truncate",
-    );
+    await expect(model.predict(golden.array(tasks.images[0]), { truncate: true })).rejects.toThrow("takes no truncate");
     await model.dispose();
   });
 
-  test("transcriptions, of long sounds in windows", async () => {
-    const model = await Model.load(golden.array(tasks.files["sounds"]), { device });
+  test("transcriptions, of long recordings in windows", async () => {
+    const model = await Model.load(golden.array(tasks.files["audio"]), { device });
     const options = { timestamps: "char", numBeams: 3, chunkLengthS: 1 };
-    for (const [i, place] of tasks.sounds.entries()) {
+    for (const [i, place] of tasks.recordings.entries()) {
       const found: Transcription = await model.transcribe(golden.array(place), options);
       const expected = tasks.transcriptions[i];
       expect([found.text, found.tokenIds]).toEqual([expected.text, expected.ids]);
       expect(Math.abs(found.score - expected.score)).toBeLessThan(1e-3 * Math.abs(expected.score));
       expect(found.segments.map(({ text, start, end }) => [text, start, end])).toEqual(expected.segments);
     }
-    await expect(model.transcribe(golden.array(tasks.sounds[0]), { strideLengthS: 40 })).rejects.toThrow(
+    await expect(model.transcribe(golden.array(tasks.recordings[0]), { strideLengthS: 40 })).rejects.toThrow(
       "strideLengthS",
     );
     await model.dispose();

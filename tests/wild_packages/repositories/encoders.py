@@ -1,4 +1,4 @@
-"""Encoders of public repositories: sound, proteins, text, genes."""
+"""Encoders of public repositories: audio, proteins, text, genes."""
 
 from __future__ import annotations
 

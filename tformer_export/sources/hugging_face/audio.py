@@ -1,6 +1,6 @@
-"""A transformers model that reads sound: its inputs, its feature extractor and the spelling of its vocabulary.
+"""A transformers model that reads audio: its inputs, its feature extractor and the spelling of its vocabulary.
 
-The steps of an extractor are read from its settings, and the results are compared for sounds of several kinds. The
+The steps of an extractor are read from its settings, and the results are compared for recordings of several kinds. The
 texts that a tokenizer writes for ids are compared as well. Extractors and tokenizers with other results are refused.
 """
 
@@ -31,9 +31,9 @@ from tformer_runtime.preprocess.ctc import CtcSpan, CtcSpelling
 
 SAMPLES = "input_values"  # transformers' name of a waveform, of every model and extractor
 AUDIO_INPUTS = (SAMPLES, "input_features")  # and of a spectrogram
-MAX_TRIED_SAMPLES = 1 << 16  # the longest sound with which a model is tried
+MAX_TRIED_SAMPLES = 1 << 16  # the longest recording with which a model is tried
 EXAMPLE_LENGTH_FACTOR = 3  # length of the example over the length that a model needs
-SOUND_SECONDS = (0.31, 1.0, 0.725)  # lengths of the sounds that are drawn
+AUDIO_SECONDS = (0.31, 1.0, 0.725)  # lengths of the recordings that are drawn
 MAX_FEATURE_ERRORS = {
     WAVEFORM: 1e-5,
     LOG_MEL: 1e-4,
@@ -44,7 +44,7 @@ DRAWN_SEQUENCES, DRAWN_IDS = 24, 40  # that are compared with the tokenizer's te
 def from_audio_model(
     module: Any, task: str, name: str | None = None, extractor: Any = None, tokenizer: Any = None
 ) -> Source:
-    """Read a single-pass transformers model on a sound.
+    """Read a single-pass transformers model on a recording.
 
     extractor: its feature extractor, which decides whether the model gets a padding mask; optional.
     tokenizer: its tokenizer, for a model that recognises speech; optional.
@@ -68,11 +68,11 @@ def _on_samples(module: Any, task: str, name: str | None, masked: bool) -> Sourc
     single = as_float32(module)
     constants = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
     min_samples = _min_samples(Adapter(single, names, fixed_arguments=constants))
-    sound = torch.randn((2, EXAMPLE_LENGTH_FACTOR * min_samples), generator=torch.Generator().manual_seed(0))
-    example, masks = {SAMPLES: sound}, {}
+    samples = torch.randn((2, EXAMPLE_LENGTH_FACTOR * min_samples), generator=torch.Generator().manual_seed(0))
+    example, masks = {SAMPLES: samples}, {}
     if masked:
         masks[MASK] = padding(SAMPLES, dtype=torch.int64)
-        example[MASK] = torch.ones(sound.shape, dtype=torch.int64)
+        example[MASK] = torch.ones(samples.shape, dtype=torch.int64)
     return Source(
         made_example=True,
         module=Adapter(single, list(example), fixed_arguments=constants),
@@ -104,8 +104,8 @@ def read_extractor(extractor: Any) -> AudioPreprocessor:
     preprocessor = _settings(extractor)
     difference = "its settings are of other steps"
     if preprocessor is not None:
-        for sound in draw_sounds(preprocessor.sampling_rate):
-            ours, expected = preprocessor.from_samples(sound), extract_features(extractor, sound)
+        for recording in draw_audio(preprocessor.sampling_rate):
+            ours, expected = preprocessor.from_samples(recording), extract_features(extractor, recording)
             if ours.shape != expected.shape:
                 difference = f"the shape is {ours.shape}, not {expected.shape}"
                 break
@@ -118,7 +118,7 @@ def read_extractor(extractor: Any) -> AudioPreprocessor:
     raise SourceError(
         f"the runtime cannot compute the features of {type(extractor).__name__}: it normalises samples and makes log "
         f"mel spectrograms ({difference}). Load the model in Python and give an example of its inputs; the file "
-        "then reads features instead of sounds"
+        "then reads features instead of recordings"
     )
 
 
@@ -152,26 +152,26 @@ def _max_frequency(filters: Any, rate: int) -> float:
     return float(min(rate / 2, round((last[-1] + 1) * step / 100) * 100)) if len(last) else rate / 2
 
 
-def extract_features(extractor: Any, sound: np.ndarray) -> np.ndarray:
-    """Return the features of one sound, without a batch axis."""
-    batch = extractor(sound, sampling_rate=extractor.sampling_rate, return_tensors="np")
+def extract_features(extractor: Any, recording: np.ndarray) -> np.ndarray:
+    """Return the features of one recording, without a batch axis."""
+    batch = extractor(recording, sampling_rate=extractor.sampling_rate, return_tensors="np")
     features: np.ndarray = np.asarray(batch[extractor.model_input_names[0]])[0]
     return features
 
 
-def draw_sounds(rate: int, seed: int = 0, min_samples: int = 1) -> list[np.ndarray]:
-    """Draw sounds of several lengths: gliding tones that start and stop, and noise; float32 from -1 to 1."""
+def draw_audio(rate: int, seed: int = 0, min_samples: int = 1) -> list[np.ndarray]:
+    """Draw recordings of several lengths: gliding tones that start and stop, and noise; float32 from -1 to 1."""
     random = np.random.default_rng(seed)
-    sounds = []
-    for seconds in SOUND_SECONDS:
+    recordings = []
+    for seconds in AUDIO_SECONDS:
         size = max(2 * min_samples, int(seconds * rate))
         time = np.arange(size) / rate
-        sound = 0.02 * random.standard_normal(size)
+        recording = 0.02 * random.standard_normal(size)
         for _ in range(4):
             low, glide, begin = random.uniform(90, 3000), random.uniform(-400, 400), random.uniform(0, 7)
-            sound += 0.2 * np.sin(2 * np.pi * (low + glide * time) * time) * np.maximum(0, np.sin(9 * time + begin))
-        sounds.append(sound.astype(np.float32))
-    return sounds
+            recording += 0.2 * np.sin(2 * np.pi * (low + glide * time) * time) * np.maximum(0, np.sin(9 * time + begin))
+        recordings.append(recording.astype(np.float32))
+    return recordings
 
 
 def load_extractor(folder: Path) -> Any | None:
@@ -248,7 +248,7 @@ def _check_spelling(spelling: CtcSpelling, tokenizer: Any, width: int) -> None:
 
 
 def _make_own_pipeline(module: Any, extractor: Any, names: Sequence[str]) -> Pipeline:
-    """Make the model's own pipeline from samples to its output, for one sound: feature extractor and forward."""
+    """Make the model's own pipeline from samples to its output, for one recording: feature extractor and forward."""
 
     def answer(sample: Any, max_tokens: int | None) -> torch.Tensor:
         read = extractor(sample, sampling_rate=extractor.sampling_rate, return_tensors="pt")
@@ -266,9 +266,9 @@ def _min_samples(module: Adapter) -> int:
 
     def works(length: int) -> bool:
         try:
-            sound = torch.randn((1, length), generator=torch.Generator().manual_seed(0))
+            recording = torch.randn((1, length), generator=torch.Generator().manual_seed(0))
             with eval_mode(module), torch.no_grad():
-                return bool(module(sound).numel() > 0)
+                return bool(module(recording).numel() > 0)
         except (RuntimeError, ValueError, IndexError):
             return False
 

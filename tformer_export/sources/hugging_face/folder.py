@@ -140,8 +140,8 @@ def from_folder(
     with _quiet_transformers():
         module, loaded_task, packed = _load(folder, task, adapter)
         peft_model = adapter.apply(module) if adapter is not None else None
-        sound = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
-        processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if sound else (None, None)
+        reads_audio = module.main_input_name in AUDIO_INPUTS and loaded_task not in (GENERATES, TRANSLATES)
+        processors = (load_extractor(folder), _tokenizer(texts) if tokenizer else None) if reads_audio else (None, None)
         if loaded_task == ANSWERS_IMAGES:
             processors = (None, load_prompt_processor(folder) if tokenizer else None)
         source = from_transformers(module, name, loaded_task, *processors, image_size=image_size)
@@ -155,7 +155,7 @@ def from_folder(
                 else f"a single-pass model ({source.task}), not stepped over"
             )
             raise SourceError(f"{folder} is {stepped} {step_input!r}: leave --step-input (step_input=) out")
-        if sound or loaded_task == ANSWERS_IMAGES:
+        if reads_audio or loaded_task == ANSWERS_IMAGES:
             return source
         if source.step_input is None:
             return _complete_single_pass(folder, texts, source, tokenizer, saved, module.config)
@@ -304,7 +304,7 @@ def from_transformers(
     """Read a transformers model in memory.
 
     task: by default the task of its class, or generation for a class that transformers does not list.
-    extractor, tokenizer: transformers' own, for a model that reads sound.
+    extractor, tokenizer: transformers' own, for a model that reads audio.
 
     A generative model has the input `input_ids`; an encoder-decoder also has its padding mask and the step input
     `decoder_input_ids`. A decoder-only model has no mask: rows are right-padded, so causal attention never reads

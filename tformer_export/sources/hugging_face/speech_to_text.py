@@ -1,7 +1,7 @@
 """A transformers model that transcribes speech: an encoder of spectrograms and a decoder with a prompt.
 
 The prompt, the first tokens of the decoder, states the task. It is read from the generation config, and the
-preprocessing of sounds from the feature extractor.
+preprocessing of recordings from the feature extractor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def from_speech_to_text_model(
     """
     if extractor is None:
         raise SourceError(
-            f"{name} has no feature extractor, which describes how sounds become inputs: put its "
+            f"{name} has no feature extractor, which describes how recordings become inputs: put its "
             "preprocessor_config.json into the folder, or give its processor (tokenizer=)"
         )
     audio = read_extractor(extractor)

@@ -2,7 +2,7 @@
 
 values     arrays as JSON, and the part of a large array that a golden file holds
 draws      seeded requests of every shape, from the manifest alone
-raw        texts, images, sounds and series, as JSON and for a call
+raw        texts, images, recordings and series, as JSON and for a call
 run        run one request
 decided    tokens that a small change of the logits does not change
 record     make a golden file

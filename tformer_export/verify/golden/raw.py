@@ -1,4 +1,4 @@
-"""Raw inputs: texts, images, sounds and series, as JSON and for a call of the runtime."""
+"""Raw inputs: texts, images, recordings and series, as JSON and for a call of the runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAIRS = (("Who is very old?", "The good film is very old and the new one is not.
 MAX_GENERATION_TEXTS = 3
 IMAGE_SIZES = ((23, 37), (64, 48))
 SECONDS = (0.5, 1.1)
-VOLUME = 0.25  # of the noise that a sound is
+VOLUME = 0.25  # of the noise that a recording is
 
 
 def raw_inputs(model: Model, task: BaseTask | None, random: np.random.Generator) -> list[Json]:
@@ -44,7 +44,7 @@ def raw_inputs(model: Model, task: BaseTask | None, random: np.random.Generator)
     if (series := SeriesPreprocessor.of(manifest)) is not None:
         return [_series(model, series, random, i) for i in range(2)]
     if (audio := audio_of(manifest)) is not None:
-        return [_sound(audio[1], i) for i in range(len(SECONDS))]
+        return [_recording(audio[1], i) for i in range(len(SECONDS))]
     if _reads_images(manifest):
         return [_image(size, random) for size in IMAGE_SIZES]
     return _task_texts(model, task)
@@ -115,7 +115,7 @@ def _image(size: tuple[int, int], random: np.random.Generator) -> Json:
     return {"png": base64.b64encode(file.getvalue()).decode()}
 
 
-def _sound(audio: AudioPreprocessor, number: int) -> Json:
+def _recording(audio: AudioPreprocessor, number: int) -> Json:
     count = max(round(SECONDS[number] * audio.sampling_rate), audio.min_samples)
     samples = pattern(number, (count,))
     return {"samples": encode_array(samples, number), "volume": VOLUME, "rate": audio.sampling_rate}

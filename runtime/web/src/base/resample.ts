@@ -1,11 +1,11 @@
 /**
- * Sounds at another rate, by the filters of soxr's high quality, which the Python runtime resamples with.
+ * Recordings at another rate, by the filters of soxr's high quality, which the Python runtime resamples with.
  *
  * A sample is the sum of the samples around it, weighted by a sinc under a Kaiser window. The filter passes frequencies up to
  * 0.913 of the lower Nyquist frequency, and stops those above it by 120 dB. For ratios of small whole numbers, such as 3 for
  * 48 kHz, soxr has one stage, and results differ by the rounding of float32. For other ratios, such as the ratio for 44.1 kHz, it
  * has several. Noise then differs by 4e-4 of its loudness, all of it above 0.913 of the Nyquist frequency, and by more within
- * the first and the last 7 ms, where soxr's stages cut what lies outside of the sound.
+ * the first and the last 7 ms, where soxr's stages cut what lies outside of the recording.
  */
 
 const CUTOFF = 0.95687183; // where the filter passes half, of the lower Nyquist frequency

@@ -3,7 +3,7 @@
  *
  * mean of the channels → resample to the rate of the model → features:
  *
- * waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each sound
+ * waveform   the samples x, or (x - mean) / √(variance + 1e-7) of each recording
  * log-mel    log10 of the power in bands of the mel scale, in frames `hopLength` samples apart, limited to 8 below the
  *            maximum: (max(log10 S, max log10 S - 8) + 4) / 4, S = M · |FFT(hann · x)| ²
  *
@@ -29,7 +29,7 @@ const MAX_SAMPLES = 2 ** 30; // of all channels, 4 GiB: 18 hours at 16 kHz
 const MAX_SPECTRUM = 1 << 16; // bands, and samples of a frame
 const MIN_RATE = 1_000; // samples per second
 const MAX_RATE = 1_000_000;
-const DAMAGED = "the sound settings of the file are damaged";
+const DAMAGED = "the audio settings of the file are damaged";
 
 const size = integer(0, MAX_SPECTRUM);
 
@@ -41,7 +41,7 @@ const size = integer(0, MAX_SPECTRUM);
  * numMelBins: bands of the spectrogram.
  * nFft, hopLength: samples of a Fourier transform, and from one transform to the next.
  * maxFrequency: the upper end of the bands, in Hz.
- * nSamples: the length of a spectrogram's input; shorter sounds are padded with silence.
+ * nSamples: the length of a spectrogram's input; shorter recordings are padded with silence.
  */
 const audioSettings = object({
   samplingRate: integer(1, MAX_RATE),
@@ -55,14 +55,14 @@ const audioSettings = object({
   nSamples: integer(0, MAX_SAMPLES),
 });
 
-/** How a model reads a sound. The fields are those of the manifest. */
+/** How a model reads a recording. The fields are those of the manifest. */
 export type AudioSettings = typeof audioSettings extends Reader<infer T> ? T : never;
 
 /** Samples of one channel: floats from -1 to 1, or integers of 16 or 32 bits. */
 export type Samples = Float32Array | Float64Array | Int16Array | Int32Array;
 
-/** Samples at the rate of the model, or a sound with its rate and one or several channels, such as an AudioBuffer. */
-export type Sound =
+/** Samples at the rate of the model, or a recording with its rate and channels, such as an AudioBuffer. */
+export type AudioInput =
   | Samples
   | { readonly samples: Samples | readonly Samples[]; readonly samplingRate: number }
   | {
@@ -89,24 +89,24 @@ export class AudioPreprocessor {
   }
 
   /**
-   * Return the features of a sound without a batch axis: (samples,), or (numMelBins, frames).
+   * Return the features of a recording without a batch axis: (samples,), or (numMelBins, frames).
    *
-   * sound: see `read`; an array with the shape of a spectrogram is one.
-   * Throw InputError for a sound that cannot be read or is longer than a spectrogram.
+   * audio: see `read`; an array with the shape of a spectrogram is one.
+   * Throw InputError for a recording that cannot be read or is longer than a spectrogram.
    */
-  fromSamples(sound: Sound | NumberArray): NumberArray {
+  fromSamples(audio: AudioInput | NumberArray): NumberArray {
     const { features, numMelBins, nSamples, samplingRate } = this.settings;
     if (features === WAVEFORM) {
-      const data = this.waveform(this.read(sound as Sound));
+      const data = this.waveform(this.read(audio as AudioInput));
       return { data, shape: [data.length] };
     }
-    if (isArray(sound) && sound.shape.length === 2 && sound.shape[0] === numMelBins && sound.shape[1] === this.frames) {
-      return { data: Float32Array.from(sound.data), shape: sound.shape };
+    if (isArray(audio) && audio.shape.length === 2 && audio.shape[0] === numMelBins && audio.shape[1] === this.frames) {
+      return { data: Float32Array.from(audio.data), shape: audio.shape };
     }
-    const samples = this.read(sound as Sound);
+    const samples = this.read(audio as AudioInput);
     if (samples.length > nSamples) {
       throw new InputError(
-        `the sound is ${(samples.length / samplingRate).toFixed(2)} s long and ${nSamples / samplingRate} s are read at ` +
+        `the recording is ${(samples.length / samplingRate).toFixed(2)} s long and ${nSamples / samplingRate} s are read at ` +
           "once: transcribe() reads longer ones piece by piece",
       );
     }
@@ -126,10 +126,10 @@ export class AudioPreprocessor {
   }
 
   /**
-   * Return the log-mel spectrogram (numMelBins, frames) of a sound of any length.
+   * Return the log-mel spectrogram (numMelBins, frames) of a recording of any length.
    *
-   * Frames begin half a window before the sound, which is reflected at its ends. Cost: linear in the length. Memory: the
-   * sound and the result.
+   * Frames begin half a window before the recording, which is reflected at its ends. Cost: linear in the length. Memory:
+   * the recording and the result.
    */
   spectrogram(samples: Float32Array): NumberArray {
     return withMemory(() => this.computedSpectrogram(samples));
@@ -166,33 +166,35 @@ export class AudioPreprocessor {
   }
 
   /**
-   * Return the samples of a sound with one channel at the rate of the model.
+   * Return the samples of a recording with one channel at the rate of the model.
    *
    * maxSamples: of all channels before resampling, and after it.
-   * Throw InputError for a sound that cannot be read, and for one with more samples. Cost and memory: linear in both
-   * numbers.
+   * Throw InputError for a recording that cannot be read, and for one with more samples. Cost and memory: linear in
+   * both numbers.
    */
-  read(sound: Sound, maxSamples = MAX_SAMPLES): Float32Array {
+  read(audio: AudioInput, maxSamples = MAX_SAMPLES): Float32Array {
     const { samplingRate, minSamples } = this.settings;
-    const { channels, rate } = readChannels(sound, samplingRate);
-    if (!channels[0].length) throw new InputError("the sound is empty");
+    const { channels, rate } = readChannels(audio, samplingRate);
+    if (!channels[0].length) throw new InputError("the recording is empty");
     if (channels.length * channels[0].length > maxSamples)
-      throw tooLong("the sound", channels.length * channels[0].length, maxSamples);
+      throw tooLong("the recording", channels.length * channels[0].length, maxSamples);
     const samples = withMemory(() => {
       const mono = meanOf(channels, rate);
       if (rate === samplingRate) return mono;
       const length = Math.floor((mono.length * samplingRate) / rate);
-      if (length > maxSamples) throw tooLong(`the sound, resampled to ${samplingRate} Hz,`, length, maxSamples);
+      if (length > maxSamples) throw tooLong(`the recording, resampled to ${samplingRate} Hz,`, length, maxSamples);
       const resampled = resample(mono, rate, samplingRate);
       if (!resampled.every(Number.isFinite)) {
-        throw new InputError("the sound holds samples that are too large to be resampled: samples are from -1 to 1");
+        throw new InputError(
+          "the recording holds samples that are too large to be resampled: samples are from -1 to 1",
+        );
       }
       return resampled;
     });
     if (samples.length < minSamples) {
       const seconds = (samples.length / samplingRate).toFixed(4);
       throw new InputError(
-        `the sound is ${samples.length} samples long at ${samplingRate} Hz (${seconds} s) and the model reads ` +
+        `the recording is ${samples.length} samples long at ${samplingRate} Hz (${seconds} s) and the model reads ` +
           `${minSamples} at least`,
       );
     }
@@ -210,7 +212,7 @@ export class AudioPreprocessor {
   }
 }
 
-/** Return the name of the input that reads a sound, and its preprocessor; undefined without one. */
+/** Return the name of the input that reads a recording, and its preprocessor; undefined without one. */
 export function audioOf(manifest: Manifest): { name: string; audio: AudioPreprocessor } | undefined {
   for (const [name, entry] of manifest.preprocessing) {
     if (entry.kind !== AUDIO) continue;
@@ -229,8 +231,8 @@ export function audioOf(manifest: Manifest): { name: string; audio: AudioPreproc
   return undefined;
 }
 
-/** Return whether a value is a sound. */
-export function isSound(value: unknown): value is Sound {
+/** Return whether a value is a recording. */
+export function isAudio(value: unknown): value is AudioInput {
   return isSamples(value) || "samples" in Object(value) || "getChannelData" in Object(value);
 }
 
@@ -242,34 +244,34 @@ function isArray(value: unknown): value is NumberArray {
   return "shape" in Object(value) && "data" in Object(value);
 }
 
-/** Return the channels of a sound, of equal lengths, and their rate. Throw InputError for another value. */
-function readChannels(sound: Sound, ownRate: number): { channels: readonly Samples[]; rate: number } {
-  let [channels, rate]: [unknown, unknown] = [[sound], ownRate];
-  if (!isSamples(sound) && isSound(sound)) {
-    if ("getChannelData" in sound) {
-      channels = Array.from({ length: sound.numberOfChannels }, (_, channel) => sound.getChannelData(channel));
-      rate = sound.sampleRate;
+/** Return the channels of a recording, of equal lengths, and their rate. Throw InputError for another value. */
+function readChannels(audio: AudioInput, ownRate: number): { channels: readonly Samples[]; rate: number } {
+  let [channels, rate]: [unknown, unknown] = [[audio], ownRate];
+  if (!isSamples(audio) && isAudio(audio)) {
+    if ("getChannelData" in audio) {
+      channels = Array.from({ length: audio.numberOfChannels }, (_, channel) => audio.getChannelData(channel));
+      rate = audio.sampleRate;
     } else {
-      channels = Array.isArray(sound.samples) ? sound.samples : [sound.samples];
-      rate = sound.samplingRate;
+      channels = Array.isArray(audio.samples) ? audio.samples : [audio.samples];
+      rate = audio.samplingRate;
     }
   }
   const all = channels as readonly unknown[];
   if (!all.length || !all.every(isSamples)) {
-    const kind = isSound(sound) ? shown(all.find((channel) => !isSamples(channel))) : shown(sound);
+    const kind = isAudio(audio) ? shown(all.find((channel) => !isSamples(channel))) : shown(audio);
     throw new InputError(
-      "a sound is samples (a Float32Array of numbers from -1 to 1, an Int16Array or an Int32Array), an AudioBuffer, or " +
+      "a recording is samples (a Float32Array of numbers from -1 to 1, an Int16Array or an Int32Array), an AudioBuffer, or " +
         `{ samples, samplingRate } with one array for each channel, not ${kind}`,
     );
   }
   if (all.some((channel) => channel.length !== all[0].length)) {
     throw new InputError(
-      `the channels of a sound have equal lengths, and these ${all.map((one) => one.length).join(", ")}`,
+      `the channels of a recording have equal lengths, and these ${all.map((one) => one.length).join(", ")}`,
     );
   }
   if (typeof rate !== "number" || !Number.isInteger(rate) || rate < MIN_RATE || rate > MAX_RATE) {
     throw new InputError(
-      "the sampling rate of the sound must be a whole number of samples per second from 1,000 to 1,000,000, not " +
+      "the sampling rate of the recording must be a whole number of samples per second from 1,000 to 1,000,000, not " +
         shown(rate),
     );
   }
@@ -290,7 +292,7 @@ function meanOf(channels: readonly Samples[], rate: number): Float32Array {
     for (let channel = 0; channel < values.length; channel++) values[channel] = scaled[channel][i];
     if (!values.every(Number.isFinite)) {
       throw new InputError(
-        `the sound holds a sample that is not a number, [${values.join(", ")}] at ${(i / rate).toFixed(3)} s`,
+        `the recording holds a sample that is not a number, [${values.join(", ")}] at ${(i / rate).toFixed(3)} s`,
       );
     }
     if (scaled.length > 1) mono[i] = sum(values) / values.length;
@@ -309,7 +311,11 @@ function withMemory<T>(compute: () => T): T {
     return compute();
   } catch (error) {
     if (!(error instanceof RangeError)) throw error;
-    throw new OutOfMemoryError("the sound is too long for the memory there is: cut it into parts", undefined, error);
+    throw new OutOfMemoryError(
+      "the recording is too long for the memory there is: cut it into parts",
+      undefined,
+      error,
+    );
   }
 }
 

@@ -73,7 +73,7 @@ export class Inputs {
 
   /**
    * Return a label for each position of the source that has `length` positions: its token, an id without a tokenizer, the
-   * start of a frame of a sound in seconds, or the number of the position.
+   * start of a frame of a recording in seconds, or the number of the position.
    *
    * sources: the arrays of the input.
    */

@@ -4,7 +4,7 @@
  * The formulas are those of transformers, with their roundings. A size is height and width.
  */
 
-import { cropped, resize, type Filter, type Image } from "./resize.js";
+import { cropped, resize, type Filter, type Raster } from "./resize.js";
 
 export type Grid = readonly [rows: number, columns: number]; // [0, 0] for an image that is one tile
 export type Size = readonly [height: number, width: number];

@@ -3,15 +3,15 @@
 import { numberArray, sizeOf, type NumberArray } from "../base/arrays.js";
 import { InputError, UnsupportedCallError } from "../base/errors.js";
 import type { Manifest } from "../format/manifest.js";
-import type { Sound } from "./audio.js";
+import type { AudioInput } from "./audio.js";
 import type { ImageInput } from "./images.js";
 import type { Pair } from "./textReader.js";
 
 type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 /** Nested lists of numbers, a typed array, or a typed array with a shape. */
 export type NumberInput = Numbers | readonly unknown[] | NumberArray;
-/** A text, a pair of texts, ids or features, a decoded image, the images of a prompt, or a sound. */
-export type Value = string | Pair | NumberInput | number | ImageInput | readonly ImageInput[] | Sound;
+/** A text, a pair of texts, ids or features, a decoded image, the images of a prompt, or a recording. */
+export type Value = string | Pair | NumberInput | number | ImageInput | readonly ImageInput[] | AudioInput;
 /** A value; for a model with several inputs, an object with the names of the inputs. */
 export type Input = Value | Mapping;
 
@@ -34,7 +34,7 @@ export function isMapping(input: unknown): input is Mapping {
   return Object.getPrototypeOf(input) === Object.prototype;
 }
 
-/** Return whether a value is a decoded image, or a sound with its rate. */
+/** Return whether a value is a decoded image, or a recording with its rate. */
 function isMedium(value: object): boolean {
   const has = (...names: string[]) => names.every((name) => name in value);
   return has("data", "width", "height") || has("samples", "samplingRate") || has("getChannelData");

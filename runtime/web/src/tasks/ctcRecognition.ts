@@ -1,4 +1,4 @@
-/** Speech recognition by a model that scores tokens at each frame of a sound (CTC). */
+/** Speech recognition by a model that scores tokens at each frame of a recording (CTC). */
 
 import { numberArray } from "../base/arrays.js";
 import { ModelFileError, OptionError } from "../base/errors.js";
@@ -7,7 +7,7 @@ import { logNormalizer } from "../decoding/logNormalizer.js";
 import type { Manifest } from "../format/manifest.js";
 import { boolean, index, nullable, object, readTyped, text } from "../format/typedJson.js";
 import type { Sources } from "../format/sizes.js";
-import { audioOf, LOG_MEL, type AudioPreprocessor, type Sound } from "../preprocess/audio.js";
+import { audioOf, LOG_MEL, type AudioInput, type AudioPreprocessor } from "../preprocess/audio.js";
 import { alignPath, beamSearch, collapsePath, CtcSpelling, greedyPath, type FrameScores } from "../preprocess/ctc.js";
 import type { Inputs } from "../preprocess/inputs.js";
 import type { Input } from "../preprocess/values.js";
@@ -28,7 +28,7 @@ interface Frames {
   readonly end: number | undefined;
 }
 
-const DEFAULT_CHUNK_SECONDS = 60; // window of a long sound
+const DEFAULT_CHUNK_SECONDS = 60; // window of a long recording
 const DEFAULT_STRIDE_SHARE = 1 / 6; // of the window: context on each of its sides
 const MAX_SECONDS = 1_000_000;
 const DAMAGED = "the token settings of the file are damaged";
@@ -39,13 +39,13 @@ const SPELLING = { blank: index, delimiter: nullable(text), space: text, lower: 
 /**
  * Speech recognition from scores of tokens at each frame.
  *
- * A long sound is read in windows with context on both sides. The frames of the context are left out, as in transformers'
- * pipeline. Samples are normalized window by window. Beam search takes the best labelling of each window.
+ * A long recording is read in windows with context on both sides. The frames of the context are left out, as in
+ * transformers' pipeline. Samples are normalized window by window. Beam search takes the best labelling of each window.
  */
 export class CtcRecognition extends Task<Transcription, Settings> {
   readonly does = "transcribes speech";
   readonly call = "transcribe()";
-  override readonly canTruncate = false; // sounds may have any length
+  override readonly canTruncate = false; // recordings may have any length
   override readonly batchSize = 8;
   private readonly frameStride: number; // samples
   private readonly rate: number;
@@ -83,7 +83,7 @@ export class CtcRecognition extends Task<Transcription, Settings> {
     const stride = seconds("strideLengthS", values["strideLengthS"] ?? window * DEFAULT_STRIDE_SHARE);
     const given = ["chunkLengthS", "strideLengthS"].filter((name) => values[name] !== undefined);
     if (given.length && !this.windowed) {
-      throw new OptionError(`this file reads a sound as a whole: it takes no ${given.join(", ")}`, given[0]);
+      throw new OptionError(`this file reads a recording as a whole: it takes no ${given.join(", ")}`, given[0]);
     }
     const context = Math.max(0, Math.ceil((this.minSamples - this.frameStride) / this.frameStride)) * this.frameStride;
     if (this.windowed && !(context <= this.samples(stride) && this.samples(stride) < this.samples(window) / 2)) {
@@ -119,18 +119,18 @@ export class CtcRecognition extends Task<Transcription, Settings> {
     }
     const { name, audio } = this.windowed;
     const isNamed = typeof input === "object" && input !== null && Object.keys(input).join() === name;
-    const sound = audio.read((isNamed ? (input as Record<string, unknown>)[name] : input) as Sound);
+    const recording = audio.read((isNamed ? (input as Record<string, unknown>)[name] : input) as AudioInput);
     const requests: Sources[] = [];
     const details: Frames[] = [];
-    for (const { begin, end, frames } of this.pieces(sound.length, settings)) {
-      const data = audio.waveform(sound.subarray(begin, end));
+    for (const { begin, end, frames } of this.pieces(recording.length, settings)) {
+      const data = audio.waveform(recording.subarray(begin, end));
       requests.push(new Map([[name, numberArray(data, [data.length])]]));
       details.push(frames);
     }
     return { requests, details };
   }
 
-  /** Return the windows of a sound: the samples of each, and its frames without the context. */
+  /** Return the windows of a recording: the samples of each, and its frames without the context. */
   private pieces(samples: number, { window, stride }: Settings): { begin: number; end: number; frames: Frames }[] {
     if (samples <= window) return [{ begin: 0, end: samples, frames: { first: 0, end: undefined } }];
     const pieces: { begin: number; end: number; frames: Frames }[] = [];

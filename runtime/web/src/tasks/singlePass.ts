@@ -112,7 +112,7 @@ function sizeOfItem(item: { readonly requests: readonly Request[] }): number {
   return Math.max(...item.requests.flatMap(({ sources }) => [...sources.values()].map(({ shape }) => sizeOf(shape))));
 }
 
-/** Return an estimate of the positions that the model computes. For a sound these are frames, not samples. */
+/** Return an estimate of the positions that the model computes. For a recording these are frames, not samples. */
 function positionsOf(encode: EncodeStage, sources: Sources): number {
   const sizes = inputAndOutputSizes(encode, sources);
   const frames = new Map([...encode.derivedLengths].map(([name, rule]) => [rule.of, sizes.get(name)!]));

@@ -1,13 +1,13 @@
 /** Speech recognition: the results that models of all kinds share. */
 
-/** A piece of a transcription: a word, a character or a phrase. start, end: seconds from the beginning of the sound. */
+/** A piece of a transcription: a word, a character or a phrase. start, end: seconds from the start of the recording. */
 export interface Segment {
   readonly text: string;
   readonly start: number;
   readonly end: number;
 }
 
-/** The text of a sound. */
+/** The text of a recording. */
 export interface Transcription {
   /** Empty if the file has no vocabulary. */
   readonly text: string;

@@ -1,9 +1,9 @@
 /**
- * Speech recognition by a generative model, which writes text and times of a window of sound.
+ * Speech recognition by a generative model, which writes text and times of a window of audio.
  *
  * The prompt of a window has special tokens for the spoken language and for the task. If no language is given, the likeliest
- * language is detected. A sound that is longer than a window is read in several windows. Each window begins at the last
- * time that the window before has. This is the sequential algorithm of transformers' generate() (Radford et al. 2022,
+ * language is detected. A recording that is longer than a window is read in several windows. Each window begins at the
+ * last time that the window before has. This is the sequential algorithm of transformers' generate() (Radford et al. 2022,
  * "Robust Speech Recognition via Large-Scale Weak Supervision", 3.8).
  */
 
@@ -16,12 +16,12 @@ import { inOrder, type Item } from "../decoding/ordered.js";
 import type { Request, Result } from "../decoding/request.js";
 import type { Manifest } from "../format/manifest.js";
 import type { Sources } from "../format/sizes.js";
-import { audioOf, LOG_MEL, type AudioPreprocessor, type Sound } from "../preprocess/audio.js";
+import { audioOf, LOG_MEL, type AudioInput, type AudioPreprocessor } from "../preprocess/audio.js";
 import type { SettingValues } from "./base.js";
 import { DecoderPrompt, splitSegments, timestampRules, type PromptIds } from "./decoderPrompt.js";
 import type { Transcription } from "./speech.js";
 
-const MAX_SPECTROGRAM_VALUES = 2 ** 26; // of the sounds in memory: 256 MB, 2 hours
+const MAX_SPECTROGRAM_VALUES = 2 ** 26; // of the recordings in memory: 256 MB, 2 hours
 const TIME_DIGITS = 6; // decimals of seconds; a time step is a multiple of 0.01 s
 const BATCH_SIZE = 8;
 const SETTINGS = ["timestamps", "numBeams", "language", "task"];
@@ -35,7 +35,7 @@ interface SpeechSettings {
 }
 
 export interface TranscribeOptions {
-  /** Sounds that are decoded together. */
+  /** Recordings that are decoded together. */
   readonly batchSize: number;
   /** The input that chooses the adapter; empty for a file without adapters. */
   readonly adapter: Sources;
@@ -48,7 +48,7 @@ interface TimedSegment {
   readonly end: number;
 }
 
-/** One sound. timestamps: whether its text has times. */
+/** One recording. timestamps: whether its text has times. */
 interface Recording extends Item<Transcription> {
   readonly index: number;
   readonly frames: NumberArray;
@@ -77,7 +77,7 @@ class Transcript {
     return this.recording.frames.shape[1] - this.seek;
   }
 
-  /** Equal for sounds whose next requests may be one batch: prompts of one length, and the same rules. */
+  /** Equal for recordings whose next requests may be one batch: prompts of one length, and the same rules. */
   get kind(): string {
     return `${this.detects} ${this.recording.timestamps} ${this.prompt.length}`;
   }
@@ -140,24 +140,24 @@ export class SpeechToText {
   }
 
   /**
-   * Yield the transcriptions of any number of sounds, in their order.
+   * Yield the transcriptions of any number of recordings, in their order.
    *
-   * sounds: read lazily.
-   * Memory: the spectrograms of `batchSize` sounds. No further sound is read once these have MAX_SPECTROGRAM_VALUES values.
-   * Cost: for each window of a sound, a run of the encoder and a step for each token. Without a language, another run of
-   * the encoder for the first window.
+   * recordings: read lazily.
+   * Memory: the spectrograms of `batchSize` recordings. No further recording is read once these have
+   * MAX_SPECTROGRAM_VALUES values. Cost: for each window of a recording, a run of the encoder and a step for each token.
+   * Without a language, another run of the encoder for the first window.
    */
   transcribeAll(
     generator: Generator,
-    sounds: Iterable<Sound> | AsyncIterable<Sound>,
+    recordings: Iterable<AudioInput> | AsyncIterable<AudioInput>,
     settings: SpeechSettings,
     options: TranscribeOptions,
   ): AsyncGenerator<Transcription> {
-    return inOrder<Sound, Recording, Transcription>(sounds, {
+    return inOrder<AudioInput, Recording, Transcription>(recordings, {
       windowSize: options.batchSize,
       limit: { size: MAX_SPECTROGRAM_VALUES, of: ({ frames }) => frames.data.length },
-      read: (sound, index) => this.read(index, sound, settings),
-      batches: (recordings) => [recordings],
+      read: (recording, index) => this.read(index, recording, settings),
+      batches: (items) => [items],
       run: async (batch) => {
         const all = batch.map((recording) => this.begin(recording, settings));
         for (let left = all; left.length; left = left.filter(({ framesLeft }) => framesLeft > 0)) {
@@ -171,21 +171,21 @@ export class SpeechToText {
     });
   }
 
-  /** Read a sound. Throw InputError. */
-  private read(index: number, sound: Sound, settings: SpeechSettings): Recording {
+  /** Read a recording. Throw InputError. */
+  private read(index: number, recording: AudioInput, settings: SpeechSettings): Recording {
     const { audio } = this;
-    const frames = audio.spectrogram(audio.read(soundOf(sound, this.inputName)));
+    const frames = audio.spectrogram(audio.read(givenAudio(recording, this.inputName)));
     const { noTimestamps, timestamps: byDefault } = this.prompt.settings;
     const isLong = frames.shape[1] > audio.frames;
     const window = `${audio.settings.nSamples / audio.settings.samplingRate} s`;
     if (isLong && noTimestamps === undefined) {
       throw new InputError(
-        `the sound is longer than ${window}, and this model writes no timestamps: cut it into parts`,
+        `the recording is longer than ${window}, and this model writes no timestamps: cut it into parts`,
       );
     }
     if (isLong && settings.timestamps === false) {
       throw new InputError(
-        `the sound is longer than ${window}, so that it is read in windows, whose starts follow from timestamps: leave ` +
+        `the recording is longer than ${window}, so that it is read in windows, whose starts follow from timestamps: leave ` +
           "out timestamps: false",
       );
     }
@@ -196,7 +196,7 @@ export class SpeechToText {
     return new Transcript(recording, this.prompt.ids(this.startId, language, task, recording.timestamps));
   }
 
-  /** Generate what is next for sounds of one kind: their languages, or the texts of their next windows. */
+  /** Generate what is next for recordings of one kind: their languages, or the texts of their next windows. */
   private async generate(
     generator: Generator,
     group: readonly Transcript[],
@@ -300,10 +300,10 @@ export class SpeechToText {
   }
 }
 
-/** Return the sound of an input, which may be an object with the name of the input. */
-function soundOf(input: unknown, name: string): Sound {
+/** Return the recording of an input, which may be an object with the name of the input. */
+function givenAudio(input: unknown, name: string): AudioInput {
   const isNamed = typeof input === "object" && input !== null && Object.keys(input).join() === name;
-  return (isNamed ? (input as Record<string, unknown>)[name] : input) as Sound;
+  return (isNamed ? (input as Record<string, unknown>)[name] : input) as AudioInput;
 }
 
 function rounded(seconds: number): number {

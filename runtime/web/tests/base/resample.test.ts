@@ -15,7 +15,7 @@ function rms(values: Float32Array): number {
 }
 
 test("Noise at another rate is that of soxr", () => {
-  const golden = new Golden<Case>("resampled_sounds.py");
+  const golden = new Golden<Case>("resampled_audio.py");
   for (const { rate, target, samples, resampled } of golden.cases) {
     const given = golden.array(samples);
     const expected = golden.array(resampled);

@@ -94,7 +94,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
     rng = np.random.default_rng(2)
     texts = ["good day", "the old night film", "a", "bad", "unknown words here", "good bad day film a the"]
     images = [rng.integers(0, 256, shape, np.uint8) for shape in [(9, 7, 3), (4, 4, 3), (20, 31, 3)]]
-    sounds = [0.1 * rng.standard_normal(n).astype(np.float32) for n in (16000, 4000, 45000)]
+    recordings = [0.1 * rng.standard_normal(n).astype(np.float32) for n in (16000, 4000, 45000)]
     histories = [rng.standard_normal((n, 2)).cumsum(0) for n in (3, 9, 40, 3)]
     loaded = {name: Model.load(path, threads=1) for name, path in files.items()}
     masked = ["old day", "a good old old film", "the old night"]
@@ -104,7 +104,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
             "kind": "tasks",
             "files": {
                 name: file.array(np.frombuffer(files[name].read_bytes(), np.uint8))
-                for name in ("vector", "states", "relevance", "masks", "images", "sounds", "series")
+                for name in ("vector", "states", "relevance", "masks", "images", "audio", "series")
             },
             "texts": texts,
             "vectors": [file.array(v) for v in loaded["vector"].embed(texts)],
@@ -121,7 +121,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
             "relevance": [r.score for r in loaded["relevance"].classify(list(zip(texts, texts[::-1], strict=True)))],
             "images": [file.array(p) for p in images],
             "labels": [list(r.scores.items()) for r in loaded["images"].classify(images)],
-            "sounds": [file.array(s) for s in sounds],
+            "recordings": [file.array(s) for s in recordings],
             "transcriptions": [
                 {
                     "text": t.text,
@@ -129,7 +129,7 @@ def tasks(folder: Path, file: GoldenFile) -> list[dict[str, Any]]:
                     "score": t.score,
                     "segments": [[s.text, s.start, s.end] for s in t.segments],
                 }
-                for t in loaded["sounds"].transcribe_batch(sounds, **speech)
+                for t in loaded["audio"].transcribe_batch(recordings, **speech)
             ],
             "histories": [file.array(h) for h in histories],
             "forecasts": [file.array(f) for f in loaded["series"].forecast_batch(histories)],

@@ -28,7 +28,7 @@ REFUSED: list[dict[str, Any]] = [{"language": "xx"}, {"task": "sing"}]
 NO_TIMESTAMPS = 40  # of the cases without a model
 
 
-def sound(seconds: float, seed: int) -> np.ndarray:
+def random_audio(seconds: float, seed: int) -> np.ndarray:
     """Return tones whose loudness changes, and some noise."""
     random, time = np.random.default_rng(seed), np.arange(round(seconds * RATE)) / RATE
     tones = sum(np.sin(2 * np.pi * p * time) * np.sin(9 * time + p) for p in random.uniform(100, 5000, 6))
@@ -55,14 +55,14 @@ def refusal(model: Model, samples: np.ndarray, options: dict[str, Any]) -> str:
 
 def model_case(file: GoldenFile) -> dict[str, Any]:
     model = Model.load(MODEL, threads=1)
-    sounds = [sound(seconds, seed) for seed, seconds in enumerate(SECONDS, 1)]
-    runs = [[options, [plain(r) for r in model.transcribe_batch(sounds, **options)]] for options in OPTIONS]
+    recordings = [random_audio(seconds, seed) for seed, seconds in enumerate(SECONDS, 1)]
+    runs = [[options, [plain(r) for r in model.transcribe_batch(recordings, **options)]] for options in OPTIONS]
     assert max(len(one["segments"]) for _, results in runs for one in results) > 3
     return {
         "kind": "model",
-        "sounds": [file.array(samples) for samples in sounds],
+        "recordings": [file.array(samples) for samples in recordings],
         "runs": runs,
-        "refused": [[options, refusal(model, sounds[0], options)] for options in REFUSED],
+        "refused": [[options, refusal(model, recordings[0], options)] for options in REFUSED],
     }
 
 

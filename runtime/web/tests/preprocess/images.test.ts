@@ -21,7 +21,7 @@ function of(settings: object): ImagePreprocessor {
   return ImagePreprocessor.of({ kind: "image", numbers: new Map(Object.entries(settings)) });
 }
 
-function image(width: number, height: number, channels = 3) {
+function blank(width: number, height: number, channels = 3) {
   return { data: new Uint8Array(width * height * channels), width, height };
 }
 
@@ -93,9 +93,9 @@ test("A value that is no image is refused with what to do", () => {
     ["cat.png", /^an image is decoded, such as ImageData.*createImageBitmap/],
     [{ data: [1, 2, 3], width: 1, height: 1 }, /^an image is decoded/],
     [null, /^an image is decoded/],
-    [image(0, 3), /^the image has no pixels: its size is 0 × 3$/],
-    [{ ...image(2, 2), width: 1.5 }, /^the image has no pixels/],
-    [image(2, 2, 2), /^an image has 1, 3 or 4 values for each pixel, and this one has 8 for 2 × 2 pixels$/],
+    [blank(0, 3), /^the image has no pixels: its size is 0 × 3$/],
+    [{ ...blank(2, 2), width: 1.5 }, /^the image has no pixels/],
+    [blank(2, 2, 2), /^an image has 1, 3 or 4 values for each pixel, and this one has 8 for 2 × 2 pixels$/],
     [{ data: new Uint8Array(0), width: 1e5, height: 1e5 }, /at most 61,000,000 are read: make it smaller first$/],
     [{ data: new Uint8Array(0), width: 2 ** 21, height: 1 }, /an edge has at most 1,048,576 of them: cut the image$/],
   ] as const) {
@@ -103,18 +103,16 @@ test("A value that is no image is refused with what to do", () => {
     expect(error.name).toBe("InputError");
     expect(error.message).toMatch(message);
   }
-  expect(isImage(image(1, 1))).toBe(true);
+  expect(isImage(blank(1, 1))).toBe(true);
   expect([isImage("x"), isImage([1]), isImage(undefined)]).toEqual([false, false, false]);
 });
 
 test("An image that would become too large or too thin is refused", () => {
   const message = /would be resized to \d+ × \d+: cut it to a shape that is less long$/;
-  expect(errorOf(() => of({ ...PLAIN, size: { shortest_edge: 8000 } }).pixels(image(90, 10))).message).toMatch(
-    message,
-  );
+  expect(errorOf(() => of({ ...PLAIN, size: { shortest_edge: 8000 } }).pixels(blank(90, 10))).message).toMatch(message);
   const thin = { ...PLAIN, size: { max_height: 9, max_width: 9 } };
-  expect(errorOf(() => of(thin).pixels(image(90, 1))).message).toMatch(message);
-  expect(errorOf(() => of(PLAIN).pixels(image(4097, 4096))).message).toMatch(/the model reads at most 16,777,216/);
+  expect(errorOf(() => of(thin).pixels(blank(90, 1))).message).toMatch(message);
+  expect(errorOf(() => of(PLAIN).pixels(blank(4097, 4096))).message).toMatch(/the model reads at most 16,777,216/);
 });
 
 test("Damaged settings are refused with what is damaged", () => {

@@ -189,7 +189,7 @@ def _write_toys(folder: Path) -> None:
     tasks = folder / "tasks"
     tasks.mkdir(exist_ok=True)
     written = write_tasks(tasks)
-    for name in ("vector", "states", "spans", "answers", "masks", "images", "sounds", "series"):
+    for name in ("vector", "states", "spans", "answers", "masks", "images", "audio", "series"):
         (folder / f"toy-{name}.onnx").write_bytes(written[name].read_bytes())
         toys[f"toy-{name}"] = written[name]
     for name in toys:

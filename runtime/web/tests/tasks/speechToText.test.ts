@@ -16,7 +16,7 @@ interface Expected {
 
 type Options = Record<string, unknown>;
 type Case =
-  | { kind: "model"; sounds: Place<"float32">[]; runs: [Options, Expected[]][]; refused: [Options, string][] }
+  | { kind: "model"; recordings: Place<"float32">[]; runs: [Options, Expected[]][]; refused: [Options, string][] }
   | {
       kind: "rules";
       noTimestamps: number;
@@ -33,9 +33,9 @@ function ofKind<K extends Case["kind"]>(kind: K): Extract<Case, { kind: K }> {
   return golden.cases.find((one): one is Extract<Case, { kind: K }> => one.kind === kind)!;
 }
 
-const { sounds: places, runs, refused } = ofKind("model");
-const sounds = places.map((place) => golden.array(place));
-const [, , , long] = sounds;
+const { recordings: places, runs, refused } = ofKind("model");
+const recordings = places.map((place) => golden.array(place));
+const [, , , long] = recordings;
 
 const SETTINGS: PromptSettings = {
   languages: new Map(),
@@ -77,45 +77,48 @@ describe.each(["node", "wasm"])("on %s", (device) => {
   test.each(runs)("tokens, times and texts are those of the Python runtime: %j", async (options, expected) => {
     const model = await loading;
     const settings = inCamelCase(options);
-    const together = (await all(model.predictBatch(sounds, { ...settings, batchSize: 4 }))) as Transcription[];
+    const together = (await all(model.predictBatch(recordings, { ...settings, batchSize: 4 }))) as Transcription[];
     expect(together.length).toBe(expected.length);
     together.forEach((result, i) => compare(result, expected[i]));
-    compare(await model.transcribe(sounds[3], settings), expected[3]);
-    const few = await all(model.transcribeBatch(sounds.slice(0, 3), settings));
+    compare(await model.transcribe(recordings[3], settings), expected[3]);
+    const few = await all(model.transcribeBatch(recordings.slice(0, 3), settings));
     expect(few.length).toBe(3);
     few.forEach((result, i) => compare(result, expected[i]));
-    compare((await model.predict({ samples: sounds[0], samplingRate: 16000 }, settings)) as Transcription, expected[0]);
+    compare(
+      (await model.predict({ samples: recordings[0], samplingRate: 16000 }, settings)) as Transcription,
+      expected[0],
+    );
     expect(model.memory().usedBytes).toBe(0);
   });
 
   test("wrong calls are refused in one sentence", async () => {
     const model = await loading;
     for (const [options, message] of refused) {
-      await expect(model.transcribe(sounds[0], options)).rejects.toThrow(message.replaceAll("'", '"'));
+      await expect(model.transcribe(recordings[0], options)).rejects.toThrow(message.replaceAll("'", '"'));
     }
     const calls: [Promise<unknown>, string][] = [
-      [model.transcribe(sounds[0], { timestamps: "word" }), 'timestamps must be true or false, not "word"'],
-      [model.transcribe(sounds[0], { chunkLengthS: 3 }), "transcribes speech: it takes no chunkLengthS"],
-      [model.transcribe(sounds[0], { language: 3 }), "language must be a text, not 3"],
+      [model.transcribe(recordings[0], { timestamps: "word" }), 'timestamps must be true or false, not "word"'],
+      [model.transcribe(recordings[0], { chunkLengthS: 3 }), "transcribes speech: it takes no chunkLengthS"],
+      [model.transcribe(recordings[0], { language: 3 }), "language must be a text, not 3"],
       [model.transcribe(long, { timestamps: false }), "longer than 1 s, so that it is read in windows"],
-      [model.predict(sounds[0], { truncate: true }), "truncate is not for a model that transcribes speech"],
+      [model.predict(recordings[0], { truncate: true }), "truncate is not for a model that transcribes speech"],
       [model.generate("a"), "transcribes speech: it cannot generate; call transcribe()"],
       [model.classify(["a"]), "transcribes speech: it cannot classify; call transcribe()"],
-      [model.transcribe("a.wav" as never), "a sound is samples"],
+      [model.transcribe("a.wav" as never), "a recording is samples"],
     ];
     for (const [call, message] of calls) await expect(call).rejects.toThrow(message);
   });
 
-  test("an error of one sound has its number, and comes after the results before it", async () => {
+  test("an error of one recording has its number, and comes after the results before it", async () => {
     const model = await loading;
     const found: unknown[] = [];
-    const broken = [sounds[0], sounds[1], new Float32Array(0), sounds[2]];
+    const broken = [recordings[0], recordings[1], new Float32Array(0), recordings[2]];
     const reading = (async () => {
       for await (const result of model.predictBatch(broken, { batchSize: 1 })) found.push(result);
     })();
     const error = await reading.catch((thrown: unknown) => thrown);
     expect(error).toBeInstanceOf(InputError);
-    expect((error as InputError).message).toBe("input 3: the sound is empty");
+    expect((error as InputError).message).toBe("input 3: the recording is empty");
     expect(found.length).toBe(2);
   });
 

@@ -235,7 +235,7 @@ test("a conversation", async () => {
   await local.dispose();
 });
 
-test("images, sounds and series", async () => {
+test("images, recordings and series", async () => {
   const history = Array.from({ length: 60 }, (_, i) => Math.sin(i / 5));
   const model = await remote(modelPath("elnino"));
   const local = await Model.load(modelPath("elnino"), { device: "wasm" });
@@ -296,11 +296,11 @@ test("attention weights and transcriptions", async () => {
   await local.dispose();
   const speech = await remote(modelPath("tiny-whisper"));
   const ownSpeech = await Model.load(modelPath("tiny-whisper"), { device: "wasm" });
-  const sound = { samples: Float32Array.from({ length: 20000 }, (_, i) => Math.sin(i * i)), samplingRate: 16000 };
-  const expected = await ownSpeech.transcribe(sound, { language: "de" });
+  const recording = { samples: Float32Array.from({ length: 20000 }, (_, i) => Math.sin(i * i)), samplingRate: 16000 };
+  const expected = await ownSpeech.transcribe(recording, { language: "de" });
   expect(expected.segments.length).toBeGreaterThan(0);
-  expect(await speech.transcribe(sound, { language: "de" })).toEqual(expected);
-  expect((await all(speech.transcribeBatch([sound], { language: "de" })))[0]).toEqual([expected]);
+  expect(await speech.transcribe(recording, { language: "de" })).toEqual(expected);
+  expect((await all(speech.transcribeBatch([recording], { language: "de" })))[0]).toEqual([expected]);
   await speech.dispose();
   await ownSpeech.dispose();
 });

@@ -52,7 +52,7 @@ def golden_of(path, folder):
     return read_golden(folder / "golden.json")
 
 
-TASK_NAMES = ("vector", "states", "scores", "spans", "answers", "masks", "relevance", "images", "sounds", "series")
+TASK_NAMES = ("vector", "states", "scores", "spans", "answers", "masks", "relevance", "images", "audio", "series")
 
 
 @pytest.mark.parametrize("name", [*TOYS, *TASK_NAMES])

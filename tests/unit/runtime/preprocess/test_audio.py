@@ -32,15 +32,15 @@ MEL = AudioPreprocessor(
 def speech(seconds, rate=16000, seed=0):
     """Return a sum of tones of varying pitch and loudness, and noise."""
     random, time = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
-    sound = 0.01 * random.standard_normal(len(time))
+    samples = 0.01 * random.standard_normal(len(time))
     for pitch in (110, 330, 1300, 2900):
-        sound += (
+        samples += (
             0.2 * np.sin(2 * np.pi * (pitch + 40 * np.sin(3 * time)) * time) * np.maximum(0, np.sin(5 * time + pitch))
         )
-    return sound.astype(np.float32)
+    return samples.astype(np.float32)
 
 
-SOUNDS = {
+RECORDINGS = {
     "speech": speech(3.7),
     "silence": np.zeros(8000, np.float32),
     "noise": np.random.default_rng(1).uniform(-1, 1, 20011).astype(np.float32),
@@ -48,32 +48,32 @@ SOUNDS = {
 }
 
 
-@pytest.mark.parametrize("name", SOUNDS)
+@pytest.mark.parametrize("name", RECORDINGS)
 @pytest.mark.parametrize("mels", [80, 128])
 def test_spectrograms_match_whisper_feature_extractor(name, mels):
-    expected = WhisperFeatureExtractor(feature_size=mels)(SOUNDS[name], sampling_rate=16000, return_tensors="np")
-    actual = replace(MEL, num_mel_bins=mels).from_samples(SOUNDS[name])
+    expected = WhisperFeatureExtractor(feature_size=mels)(RECORDINGS[name], sampling_rate=16000, return_tensors="np")
+    actual = replace(MEL, num_mel_bins=mels).from_samples(RECORDINGS[name])
     assert actual.shape == (mels, 3000)
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, expected.input_features[0], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("window", [400, 256])
-def test_spectrograms_of_other_sizes_and_long_sounds_match_feature_extractor(window):
+def test_spectrograms_of_other_sizes_and_long_recordings_match_feature_extractor(window):
     extractor = WhisperFeatureExtractor(feature_size=12, chunk_length=1, hop_length=100, n_fft=window)
     audio = replace(MEL, num_mel_bins=12, n_fft=window, hop_length=100, n_samples=16000)
-    for sound in (speech(0.4), speech(1.0), speech(2.7137)):
-        padding = "longest" if len(sound) > 16000 else "max_length"
-        expected = extractor(sound, sampling_rate=16000, return_tensors="np", truncation=False, padding=padding)
-        np.testing.assert_allclose(audio.spectrogram(sound), expected.input_features[0], atol=1e-4, rtol=0)
+    for recording in (speech(0.4), speech(1.0), speech(2.7137)):
+        padding = "longest" if len(recording) > 16000 else "max_length"
+        expected = extractor(recording, sampling_rate=16000, return_tensors="np", truncation=False, padding=padding)
+        np.testing.assert_allclose(audio.spectrogram(recording), expected.input_features[0], atol=1e-4, rtol=0)
 
 
 def test_waveforms_match_wav2vec2_feature_extractor():
     for normalize in (True, False):
         extractor = Wav2Vec2FeatureExtractor(do_normalize=normalize)
-        for sound in SOUNDS.values():
-            expected = extractor(sound + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
-            actual = AudioPreprocessor(normalize=normalize).from_samples(sound + np.float32(0.3))
+        for recording in RECORDINGS.values():
+            expected = extractor(recording + 0.3, sampling_rate=16000, return_tensors="np").input_values[0]
+            actual = AudioPreprocessor(normalize=normalize).from_samples(recording + np.float32(0.3))
             np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -82,10 +82,10 @@ def test_waveforms_match_wav2vec2_feature_extractor():
     [("a.wav", "PCM_16", 4e-5), ("a.wav", "PCM_24", 2e-7), ("a.wav", "FLOAT", 0), ("a.flac", "PCM_16", 4e-5)],
 )
 def test_files_are_read_as_written(tmp_path, name, subtype, tolerance):
-    sound = speech(0.5)
-    soundfile.write(tmp_path / name, sound, 16000, subtype=subtype)
+    samples = speech(0.5)
+    soundfile.write(tmp_path / name, samples, 16000, subtype=subtype)
     for source in (tmp_path / name, str(tmp_path / name), (tmp_path / name).read_bytes()):
-        np.testing.assert_allclose(WAVE.read(source), sound, atol=tolerance, rtol=0)
+        np.testing.assert_allclose(WAVE.read(source), samples, atol=tolerance, rtol=0)
 
 
 def test_channels_are_averaged_and_integers_are_scaled(tmp_path):
@@ -132,20 +132,20 @@ def test_soundfile_without_libsndfile_raises_missing_extra_error(monkeypatch, tm
         WAVE.read(tmp_path / "a.wav")
 
 
-def test_invalid_sounds_raise_input_error(tmp_path):
-    (tmp_path / "text.wav").write_text("no sound at all")
+def test_invalid_recordings_raise_input_error(tmp_path):
+    (tmp_path / "text.wav").write_text("no audio at all")
     soundfile.write(tmp_path / "empty.wav", np.zeros(0, np.float32), 16000)
     whole_file = tmp_path / "whole.flac"
     soundfile.write(whole_file, speech(1.0), 16000)
     (tmp_path / "cut.flac").write_bytes(whole_file.read_bytes()[:30])
     with_nan = speech(0.5)
     with_nan[800] = np.nan
-    invalid_sounds = {
+    invalid_recordings = {
         "there is no such file": tmp_path / "none.wav",
-        "text.wav is not a sound file": tmp_path / "text.wav",
-        "cut.flac is not a sound file": tmp_path / "cut.flac",
+        "text.wav is not an audio file": tmp_path / "text.wav",
+        "cut.flac is not an audio file": tmp_path / "cut.flac",
         "empty.wav is empty": tmp_path / "empty.wav",
-        "the sound is empty": [],
+        "the recording is empty": [],
         r"not a number, \[nan\] at 0.050 s": with_nan,
         "20 samples long at 16000 Hz .* the model reads 50 at least": speech(0.5)[:20],
         r"\(samples, channels\), not \(2, 800\): transpose": np.zeros((2, 800), np.float32),
@@ -157,12 +157,12 @@ def test_invalid_sounds_raise_input_error(tmp_path):
         "to 1,000,000, not 16000.5": (speech(0.5), 16000.5),
         "to 1,000,000, not nan": (speech(0.5), float("nan")),
         "to 1,000,000, not '16 kHz'": (speech(0.5), "16 kHz"),
-        "name of a sound's file is empty": "",
+        "name of an audio file is empty": "",
         "is a directory": tmp_path,
     }
-    for message, sound in invalid_sounds.items():
+    for message, recording in invalid_recordings.items():
         with pytest.raises(InputError, match=message):
-            WAVE.read(sound)
+            WAVE.read(recording)
     with pytest.raises(InputError, match=r"31.00 s long and 30 s are read at once"):
         MEL.from_samples(speech(31.0))
 
@@ -177,10 +177,12 @@ def with_frame_count(flac, frames):
     )
 
 
-def test_sounds_too_large_for_memory_are_refused(tmp_path, monkeypatch):
+def test_recordings_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     """The header is checked before samples are read."""
     soundfile.write(tmp_path / "a.flac", speech(0.5), 16000)
-    with pytest.raises(InputError, match="the sound has 68,719,476,735 samples, and at most 1,073,741,824 are read"):
+    with pytest.raises(
+        InputError, match="the recording has 68,719,476,735 samples, and at most 1,073,741,824 are read"
+    ):
         WAVE.read(with_frame_count((tmp_path / "a.flac").read_bytes(), 2**36 - 1))
     soundfile.write(tmp_path / "slow.wav", speech(0.5), 1)
     with pytest.raises(InputError, match=r"sampling rate of .*slow\.wav must be .*, not 1$"):
@@ -198,7 +200,7 @@ def test_sounds_too_large_for_memory_are_refused(tmp_path, monkeypatch):
     with pytest.raises(OutOfMemoryError, match=r"a\.flac is too long for the memory there is"):
         WAVE.read(tmp_path / "a.flac")
     monkeypatch.setattr("tformer_runtime.preprocess.audio.np.fft.rfft", raise_memory_error)
-    with pytest.raises(OutOfMemoryError, match="the sound is too long for the memory there is"):
+    with pytest.raises(OutOfMemoryError, match="the recording is too long for the memory there is"):
         MEL.from_samples(speech(0.5))
 
 
@@ -219,7 +221,7 @@ def test_truncated_file_is_refused(file_format, subtype):
     soundfile.write(file, speech(2.0), 16000, format=file_format, subtype=subtype)
     content = file.getvalue()
     assert len(WAVE.read(content)) == 32000
-    with pytest.raises(InputError, match=r"the sound is cut off: it holds 1\.\d\d s of 2\.\d\d s|or is damaged"):
+    with pytest.raises(InputError, match=r"the recording is cut off: it holds 1\.\d\d s of 2\.\d\d s|or is damaged"):
         WAVE.read(content[: len(content) * 2 // 3])
 
 
@@ -235,9 +237,9 @@ def test_wave_file_written_to_a_pipe_is_read_whole(declared_size):
 
 
 def test_rate_may_be_a_float_with_an_integer_value():
-    sound = speech(0.5, 8000)
+    samples = speech(0.5, 8000)
     for rate in (8000.0, np.float64(8000), np.int32(8000)):
-        np.testing.assert_array_equal(WAVE.read((sound, rate)), WAVE.read((sound, 8000)))
+        np.testing.assert_array_equal(WAVE.read((samples, rate)), WAVE.read((samples, 8000)))
 
 
 def test_manifest_entry_round_trip():
@@ -252,7 +254,7 @@ def test_manifest_entry_round_trip():
             AudioPreprocessor.of(Preprocessing("audio", numbers))
 
 
-def test_sounds_in_blocks_are_those_of_soundfile(monkeypatch):
+def test_recordings_in_blocks_are_those_of_soundfile(monkeypatch):
     """Channels are averaged in float64, whatever the size of a block."""
     stereo = np.stack([speech(0.1, seed=1), speech(0.1, seed=2)], 1) / 4
     data = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Sounds that soxr has resampled, with the quality that the Python runtime asks for."""
+"""Recordings that soxr has resampled, with the quality that the Python runtime asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of the Python runtime for random sounds and settings of files."""
+"""Features of the Python runtime for random recordings and settings of files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECTROGRAMS = [
 WAVEFORMS = [AudioPreprocessor(normalize=normalize, min_samples=5) for normalize in (False, True)]
 
 
-def sound(size: int) -> np.ndarray:
+def random_audio(size: int) -> np.ndarray:
     """Return noise and tones, partly silent, with a range of 100 dB."""
     time = np.arange(size) / 16000
     tones = sum(np.sin(2 * np.pi * hertz * time) for hertz in rng.uniform(50, 7000, 3)) / 6
@@ -54,7 +54,7 @@ cases: list[dict[str, Any]] = []
 for number in range(60):
     audio = [*SPECTROGRAMS, *WAVEFORMS][number % 8]
     size = int(rng.integers(30, audio.n_samples + 1)) if audio.n_samples > 30 else 20
-    samples = as_given(sound(size if audio.features == LOG_MEL else 4000 + number), number // 8 % 7)
+    samples = as_given(random_audio(size if audio.features == LOG_MEL else 4000 + number), number // 8 % 7)
     features = audio.from_samples(samples)
     channels = [samples] if samples.ndim == 1 else list(samples.T)
     cases.append(
@@ -65,7 +65,7 @@ for number in range(60):
         }
     )
 for audio in SPECTROGRAMS[:3]:
-    longer = sound(audio.n_samples * 2 + 123)
+    longer = random_audio(audio.n_samples * 2 + 123)
     for samples in (longer, np.zeros(500, np.float32)):
         spectrogram = audio.spectrogram(samples)
         cases.append(
