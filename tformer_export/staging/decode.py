@@ -23,7 +23,16 @@ from tformer_export.staging.layouts import Layout
 from tformer_export.staging.lookback import Lookback
 from tformer_export.staging.plan import CachedAttention, StagingPlan
 from tformer_export.staging.recurrence import CarriedState, Recurrence
-from tformer_export.staging.restriction import ALL, NEW, ONE, SPAN, AxisChoice, RestrictionSolver, Roles, Solution
+from tformer_export.staging.restriction import (
+    ALL,
+    BROADCAST,
+    LOOKBACK_ROWS,
+    NEW,
+    AxisChoice,
+    RestrictionSolver,
+    Roles,
+    Solution,
+)
 from tformer_export.staging.rotary import Rotation
 from tformer_export.staging.row_by_row import RowByRow, computes_rows, find_row_by_row
 from tformer_export.staging.tables import Table, is_causal_alone
@@ -208,7 +217,7 @@ class DecodeEmitter(Emitter):
         """Return an operand of an operation, in the form of the choice. place: of the rows in a table."""
         if leaf in self.plan.of_adapters:
             return self._value_of_adapters(leaf)
-        if choice == SPAN and lookback is not None:
+        if choice == LOOKBACK_ROWS and lookback is not None:
             return self._operand_of_span(leaf, lookback)
         if isinstance(meta(leaf), torch.SymInt):
             role = choice[0][1] if isinstance(choice, tuple) else NEW
@@ -218,7 +227,7 @@ class DecodeEmitter(Emitter):
                 return self._gather_table(user, leaf, choice, place)
             return self.constant_value(leaf, self._time(NEW))
         if self.level[leaf] == Level.REQUEST and not isinstance(choice, tuple):
-            return self.context[leaf, choice == ONE]
+            return self.context[leaf, choice == BROADCAST]
         return self.emitted[leaf, choice if isinstance(choice, tuple) else ()]
 
     def _value_of_adapters(self, node: Node) -> Node:

@@ -17,10 +17,10 @@ from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.fx_nodes import arguments, aten, meta
 from tformer_export.staging.restriction import (
     ALL,
-    FRESH,
+    ARANGE,
+    BROADCAST,
+    LOOKBACK_ROWS,
     NEW,
-    ONE,
-    SPAN,
     AxisChoice,
     RestrictionSolver,
     Roles,
@@ -111,13 +111,13 @@ class _Planner:
         level = self.level[node]
         if node in self.plan.of_adapters:
             return
-        if choice == SPAN and level != Level.STEP:
-            choice = FRESH if level == Level.CONSTANT else None
+        if choice == LOOKBACK_ROWS and level != Level.STEP:
+            choice = ARANGE if level == Level.CONSTANT else None
         has_rows = isinstance(choice, tuple) and bool(self.solver.time_axes(node))
         if level == Level.CONSTANT:
             self._demand_constant(node, choice)
         elif level == Level.REQUEST and not has_rows:
-            self.plan.contexts[node, choice == ONE] = None
+            self.plan.contexts[node, choice == BROADCAST] = None
         else:
             demanded_roles = self.plan.demands.setdefault(node, [])
             roles = choice if isinstance(choice, tuple) else ()
@@ -126,7 +126,7 @@ class _Planner:
 
     def _demand_constant(self, node: Node, choice: AxisChoice) -> None:
         """Note a constant that is read at positions, or whose value may change with the length."""
-        if choice == FRESH:
+        if choice == ARANGE:
             return
         if self.solver.time_axes(node):
             self.plan.tables[node] = None
@@ -149,7 +149,7 @@ class _Planner:
         if solution.lookback is not None or solution.recurrence is not None:
             self.plan.looking_back.add(node)
         for operand, choice in solution.operands():
-            if choice == SPAN and self.level[operand] == Level.STEP:
+            if choice == LOOKBACK_ROWS and self.level[operand] == Level.STEP:
                 choice = self._rows_of_span(operand, solution)
             self.demand(operand, choice, node)
 

@@ -45,9 +45,9 @@ from tformer_runtime.base.errors import UnsupportedModelError
 
 NEW, ALL = "new", "all"
 # Forms of an operand other than its rows at the new positions (NEW) or at all positions so far (ALL):
-ONE = "one"  # of a request value that is equal at every position, such as a broadcast mask: one position is kept
-FRESH = "fresh"  # of a constant that numbers positions from 0, such as arange(time): computed for the new positions
-SPAN = "span"  # of an operand of a region that looks back: its rows at the positions that the region is computed for
+BROADCAST = "broadcast"  # of a request value that is equal at every position, such as a mask: one position is kept
+ARANGE = "arange"  # of a constant that numbers positions from 0, such as arange(time): computed for the new positions
+LOOKBACK_ROWS = "lookback rows"  # of an operand of a region that looks back: its rows at the region's positions
 Roles = tuple[tuple[int, str], ...]  # time axis → NEW or ALL, in the order of the axes
 AxisChoice = Roles | str | None
 
@@ -295,7 +295,9 @@ class RestrictionSolver:
                 rows = self.rows(leaf)
                 if rows is None or (lookback.initial is not None and rows.times > 1):
                     return None  # its carry would have no axis for the rows of a batch
-        choices = [[SPAN if isinstance(x, Node) and x not in inside else None for x in part] for part in leaves]
+        choices = [
+            [LOOKBACK_ROWS if isinstance(x, Node) and x not in inside else None for x in part] for part in leaves
+        ]
         return Solution(lookback.nodes, tuple(map(tuple, choices)), lookback)
 
     def _read_far_rows(self, node: Node, roles: Roles) -> Solution | None:
@@ -459,8 +461,8 @@ class RestrictionSolver:
             tuple(zip(axes, roles, strict=True)) for roles in itertools.product(allowed, repeat=len(axes))
         ]
         if self.level[leaf] == Level.CONSTANT:
-            return [*per_axis, FRESH] if all(self.has_layout(leaf, a) for a in axes) else [FRESH]
-        return [ONE, *per_axis] if self.level[leaf] == Level.REQUEST else per_axis
+            return [*per_axis, ARANGE] if all(self.has_layout(leaf, a) for a in axes) else [ARANGE]
+        return [BROADCAST, *per_axis] if self.level[leaf] == Level.REQUEST else per_axis
 
     def _commutes(self, solution: Solution, roles: Roles, window: tuple[int, int]) -> bool:
         """Return whether a choice of operands gives the restricted result at this window."""
@@ -493,12 +495,12 @@ class RestrictionSolver:
             return self.size(leaf, window[1] if role == NEW else sum(window))
         if choice is None:
             return self.values[leaf]
-        if choice == ONE:
+        if choice == BROADCAST:
             value = self.values[leaf]
             for axis in self.time_axes(leaf):
                 value = value.narrow(axis, 0, 1)
             return value
-        if choice == FRESH:
+        if choice == ARANGE:
             return self.fresh(leaf, window[1])
         return self.restrict(leaf, choice, window)  # type: ignore[arg-type]
 
@@ -661,7 +663,7 @@ def _combinations(options: Sequence[Sequence[AxisChoice]], is_region: bool) -> l
     combinations: Iterable[tuple[AxisChoice, ...]] = itertools.product(*options)
     if is_region and math.prod(map(len, options)) > MAX_REGION_COMBINATIONS:
         new_rows = tuple(possible[0] for possible in options)
-        numbered_from_0 = tuple(possible[-1] if FRESH in possible else possible[0] for possible in options)
+        numbered_from_0 = tuple(possible[-1] if ARANGE in possible else possible[0] for possible in options)
         combinations = [new_rows, numbered_from_0]
     return sorted(combinations, key=_num_all)
 

@@ -15,7 +15,7 @@ from tformer_export.analysis.batch_axes import BatchAxis
 from tformer_export.analysis.interpreter import run
 from tformer_export.common.fx_nodes import aten, meta
 from tformer_export.staging.layouts import PLAIN, Layout
-from tformer_export.staging.restriction import ALL, FRESH, NEW, ONE, is_close
+from tformer_export.staging.restriction import ALL, ARANGE, BROADCAST, NEW, is_close
 from tformer_runtime import UnsupportedModelError
 
 SOURCE = numbers(BATCH, SOURCE_LENGTH, WIDTH, seed=1)
@@ -62,13 +62,13 @@ SOLVED = {  # title: (function of x and the source, operation, roles of the resu
         lambda x, _: x.relu().index_select(1, torch.arange(x.shape[1])),
         aten.index_select.default,
         {1: NEW},
-        [{1: NEW}, None, FRESH],
+        [{1: NEW}, None, ARANGE],
     ),
     "one row for all positions": (
         lambda x, source: x * source.mean(1, True).expand(-1, x.shape[1], -1),
         aten.mul.Tensor,
         {1: NEW},
-        [{1: NEW}, ONE],
+        [{1: NEW}, BROADCAST],
     ),
     "the source has no roles": (
         lambda x, source: x.relu() @ source.transpose(1, 2),
@@ -86,12 +86,12 @@ def choice_of(axes):
 def cut_out(values, node, choice, window):
     """Return an operand in the form of a choice, out of the values of the whole graph at several lengths."""
     first, count = window
-    if choice == FRESH:
+    if choice == ARANGE:
         return values[count][node]
     if isinstance(meta(node), torch.SymInt):
         return values[first + count if choice and choice[0][1] == ALL else count][node]
     value = values[LENGTH][node]
-    if choice == ONE:
+    if choice == BROADCAST:
         return value[:, :1]
     for axis, role in choice or ():
         value = value.narrow(axis, *((first, count) if role == NEW else (0, first + count)))
