@@ -106,7 +106,7 @@ def export(
     task: the name of the task, such as "text-classification", or a `Task` with labels, problem type or pooling.
     special_tokens: bos_token_id and eos_token_id (ids or lists of ids) and pad_token_id.
     generation_defaults: generation options of the file, by name.
-    series: the columns, normalisation and horizon of a series of numbers; see `tformer_export.analysis.series`.
+    series: the columns, normalisation and horizon of a series of numbers; see `tformer_export.analysis.series_options`.
     max_length: the longest sequence; by default the most that the model allows, up to 512.
 
     The file (help texts: `tformer_export.options`, docs/options.md):

@@ -22,7 +22,7 @@ from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms, wit
 from tformer_export.common.module_state import unchanged
 from tformer_export.common.onnx_writer import save
 from tformer_export.compile import AnalysedModel, CompiledModel, analyse
-from tformer_export.lowering.manifest import with_half_precision
+from tformer_export.lowering.model_manifest import with_half_precision
 from tformer_export.options import ExportOptions, no_encoder
 from tformer_export.passes.check_graph import check_rewrite
 from tformer_export.passes.half import emulate_half_on_cpu

@@ -27,7 +27,7 @@ from tformer_export.analysis.batch_axes import BatchAxis, times_batch
 from tformer_export.analysis.binding_time import Level, binding_times
 from tformer_export.analysis.input_facts import InputFacts, find_input_facts
 from tformer_export.analysis.interpreter import Constants
-from tformer_export.analysis.series import make_series_preprocessor
+from tformer_export.analysis.series_options import make_series_preprocessor
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import Axis
 from tformer_export.common.fx_nodes import describe_node, expression, meta
@@ -35,7 +35,7 @@ from tformer_export.common.kernel_choices import DEFAULT_FORMS, KernelForms
 from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.lowering.join_stages import assemble
-from tformer_export.lowering.manifest import describe
+from tformer_export.lowering.model_manifest import describe
 from tformer_export.lowering.target import TARGETS, Target
 from tformer_export.lowering.to_onnx import to_onnx
 from tformer_export.normalise import FOLDS, FORMS, NormaliseSettings, normalise

@@ -21,7 +21,7 @@ class SeriesDataset:
     train, validation: float arrays (time, features), normalised. `validation` begins with `context` steps of history,
         so that its first forecast has a full window.
     context, horizon: steps of history and of forecast in a window.
-    series: the description of the series in the checkpoint; its keys are in `tformer_export.analysis.series`.
+    series: the description of the series in the checkpoint; its keys are in `tformer_export.analysis.series_options`.
     model_arguments: arguments of the model factory that follow from the data.
     """
 

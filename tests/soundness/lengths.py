@@ -1,4 +1,4 @@
-"""Models that take another course at lengths that an example and a few tests do not have."""
+"""Models that take another path at lengths that an example and a few tests do not have."""
 
 from __future__ import annotations
 

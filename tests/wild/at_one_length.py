@@ -56,5 +56,5 @@ class LooksAheadByHalves(ScanByDoubling):
 CASES = [
     Case("scan-by-doubling", ScanByDoubling, exports_file=True),
     Case("scan-by-halves", ScanByHalves, exports_file=True),
-    Case("halves-look-ahead", LooksAheadByHalves, refusal="takes another course"),
+    Case("halves-look-ahead", LooksAheadByHalves, refusal="takes another execution path"),
 ]

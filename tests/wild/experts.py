@@ -151,7 +151,7 @@ class MixedSelectedRows(MaskedExperts):
         return total.view_as(x)
 
 
-class OtherCourseOfFewRows(SkippedExperts):
+class OtherPathOfFewRows(SkippedExperts):
     """An expert with one row is skipped too, as no expert of many rows would show."""
 
     def is_without_rows(self, rows):
@@ -168,7 +168,7 @@ CASES = [
     Case("experts-masked", MaskedExperts, exports_file=True),
     Case("experts-of-ids", ExpertsOfIds),
     Case("experts-mixed-rows", MixedSelectedRows, refusal="makes a tensor whose size depends on the data"),
-    # Twenty seconds for a sentence that experts-other-course gets too.
+    # Twenty seconds for a sentence that experts-other-path gets too.
     Case("experts-index-lists", IndexLists, refusal="lets the values of its data decide", thorough=True),
-    Case("experts-other-course", OtherCourseOfFewRows, refusal="lets the values of its data decide"),
+    Case("experts-other-path", OtherPathOfFewRows, refusal="lets the values of its data decide"),
 ]

@@ -1,4 +1,4 @@
-"""Models whose Python code reads their data: harmless reads export, reads that choose a course are refused."""
+"""Models whose Python code reads their data: harmless reads export, reads that choose a path are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reported(TinyDecoder):
 
 
 class SignByLargestId(TinyDecoder):
-    """Of random ids one is greater than 3, nearly always: the other course would go unseen."""
+    """Of random ids one is greater than 3, nearly always: the other path would go unseen."""
 
     def feed_forward(self, x):
         return super().feed_forward(x) * self.sign

@@ -34,7 +34,7 @@ class Table(nn.Module):
 
 
 class HidesConstantColumns(Table):
-    """No column that is drawn is constant, so that all draws take the first course."""
+    """No column that is drawn is constant, so that all draws take the first path."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         varies = (x != x[:1]).any(0, keepdim=True)
@@ -44,7 +44,7 @@ class HidesConstantColumns(Table):
 
 
 class OtherScaleForConstantColumns(HidesConstantColumns):
-    """The general course gives other results for the data of the shortcut: no course is right for both."""
+    """The general path gives other results for the data of the shortcut: no path is right for both."""
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return super().encode(x) * 2 if torch.all((x != x[:1]).any(0)) else super().encode(x)
@@ -109,7 +109,7 @@ def test_batch_on_the_second_axis_is_the_batch_of_the_file(build: type[Table], t
         assert_equals(path, model, draw(tables, tables))
 
 
-def test_general_course_is_taken_for_the_data_of_the_shortcut(tmp_path: Path) -> None:
+def test_general_path_is_taken_for_the_data_of_the_shortcut(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, path = HidesConstantColumns().eval(), tmp_path / "model.onnx"
     export(model, path, {"x": draw(2, 0)}, axes={"x": (1,)})

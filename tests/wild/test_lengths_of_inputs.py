@@ -62,7 +62,7 @@ def made(join):
 
 @pytest.mark.parametrize(("x", "text"), [(LENGTH, LENGTH), (12, LENGTH), (4, 9)])
 def test_lengths_that_are_cut_to_each_other_are_refused_for_any_example(x, text, tmp_path):
-    with pytest.raises(UnsupportedModelError, match="forward takes another course"):
+    with pytest.raises(UnsupportedModelError, match="forward takes another execution path"):
         exported(made(filled), tmp_path / "model.onnx", x, text)
     assert not list(tmp_path.iterdir())
 

@@ -35,14 +35,14 @@ class Shortcut(nn.Module):
 
 
 class Mean(Shortcut):
-    """The branch without padding computes something else: no course is right for both."""
+    """The branch without padding computes something else: no path is right for both."""
 
     def forward(self, tokens):
         vectors = super().forward(tokens)
         return vectors if tokens.eq(PAD).any() else vectors * 2
 
 
-def test_general_course_is_taken_and_equals_pytorch_for_both_kinds_of_data(tmp_path):
+def test_general_path_is_taken_and_equals_pytorch_for_both_kinds_of_data(tmp_path):
     torch.manual_seed(0)
     model = Shortcut().eval()
     path = tmp_path / "model.onnx"
@@ -57,6 +57,6 @@ def test_general_course_is_taken_and_equals_pytorch_for_both_kinds_of_data(tmp_p
     np.testing.assert_allclose(actual, alone, rtol=0, atol=2e-5)
 
 
-def test_courses_with_other_results_are_refused(tmp_path):
+def test_paths_with_other_results_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="lets the values of its data decide which code runs"):
         export(Mean().eval(), tmp_path / "model.onnx", {"tokens": torch.tensor([[3, 4, 5]])}, None)

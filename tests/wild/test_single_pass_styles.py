@@ -372,7 +372,7 @@ def test_condition_that_is_compared_with_a_value_limits_the_length(tmp_path: Pat
         engine.encode({"x": draw(1, 2 * HISTORY, 0)["x"].numpy()}, 1)
 
 
-class ShortCourse(Encoder):
+class ShortPath(Encoder):
     def change(self, x):
         return x.cumsum(1) if x.shape[1] < 4 else x
 
@@ -380,7 +380,7 @@ class ShortCourse(Encoder):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (ShortCourse, r"another course if 'x' has fewer than 4 positions, by .*x.shape\[1\] < 4"),
+        (ShortPath, r"another execution path if 'x' has fewer than 4 positions, by .*x.shape\[1\] < 4"),
         (LargestOfAll, r"amax.* lets the rows of a batch change each other"),
     ],
 )

@@ -145,7 +145,7 @@ ENTRIES = [
         "Nystromformer",
         nystrom,
         FRAMES,
-        refusal="takes another course if 'x' has 4 positions",
+        refusal="takes another execution path if 'x' has 4 positions",
         why="a length is filled up to a multiple",
     ),
     Entry("encodec", "StreamingTransformerEncoder", streaming, FRAMES),

@@ -167,7 +167,7 @@ ENTRIES = [
         "routing-transformer",
         "RoutingTransformerLM",
         routing,
-        refusal="takes another course if 'x' has 2 positions",
+        refusal="takes another execution path if 'x' has 2 positions",
         why="clusters all positions, later ones too",
     ),
     one("torchscale", "Decoder, xPos", torchscale_decoder, "prev_output_tokens"),

@@ -4,6 +4,6 @@ binding_time   when each value is known: constant, by the request, or by each st
 attention      the operation that each attention becomes
 batch_axes     the axis of the rows
 input_facts    vocabulary, padding and maximum length of each input
-series         the options of a forecaster's series, checked against the graph
+series_options  the options of a forecaster's series, checked against the graph
 interpreter    evaluation of the graph
 """

@@ -148,7 +148,7 @@ def is_branch(error: GuardOnDataDependentSymNode) -> bool:
 def explain_branch(line: str) -> str:
     """Explain the refusal of a branch that depends on data."""
     return (
-        f"forward lets the values of its data decide which code runs, at {line}. A file takes the same course for all "
+        f"forward lets the values of its data decide which code runs, at {line}. A file has one execution path for all "
         "inputs: choose with torch.where or a mask, or remove the check"
     )
 

@@ -14,7 +14,7 @@ without running any code that it might hold:
 ``step_input``    name of the autoregressive input of ``forward``; None for a single-pass model
 ``special_tokens`` ``bos_token_id``, ``eos_token_id`` (lists of ids) and ``pad_token_id`` of the step input's vocabulary
 ``generation_defaults`` generation options, JSON-able
-``series``        of a model that forecasts: its columns, normalisation and the rest (`analysis.series`);
+``series``        of a model that forecasts: its columns, normalisation and the rest (`analysis.series_options`);
                   None for any other
 ``labels``        of a classifier, in the order of its scores; empty for any other
 ``chat_template`` Jinja text that makes a prompt of a conversation, as transformers has it; None for no conversations

@@ -5,5 +5,5 @@ torch_onnx_patches  torch.onnx does once what it does again for each program or 
 target              operators of cpu, cuda, web and portable
 webgpu_operators    operators that have WebGPU kernels
 join_stages         two models → one with both stages
-manifest            the description for the runtime
+model_manifest      the description for the runtime
 """

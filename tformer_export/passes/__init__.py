@@ -21,7 +21,7 @@ from tformer_export.common.kernel_choices import (
     KernelChoice,
     KernelForms,
 )
-from tformer_export.common.packed_weights import PackedWeight
+from tformer_export.common.packed_weight import PackedWeight
 from tformer_export.passes import (
     check_graph,
     decompose_attention,
@@ -29,9 +29,9 @@ from tformer_export.passes import (
     fold_attention_scale,
     full_score_attention,
     gelu,
+    keep_packed_weights,
     merge_projections,
     pack_attention_inputs,
-    packed_weights,
     remove_unused,
     rms_norm,
     shared_encoder_context,
@@ -114,7 +114,8 @@ PASSES = (
     # After the passes before it: a Gelu, or a reshape to the same rows, may stand between two products. The next passes
     # find more products then.
     Pass("unflatten_products", _without_settings(unflatten_products.run), portable=True),
-    Pass("packed_weights", lambda model, settings: packed_weights.run(model, settings.packed)),  # others change weights
+    # Before the passes that change weights.
+    Pass("packed_weights", lambda model, settings: keep_packed_weights.run(model, settings.packed)),
     Pass("drop_reshapes", _without_settings(drop_reshapes.run), portable=True),
     Pass("rms_norm", _without_settings(rms_norm.run), partial(_has_default, NORMS), portable=True, web=False),
     Pass("remove_unused", _without_settings(remove_unused.run), portable=True),

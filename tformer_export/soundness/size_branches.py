@@ -31,12 +31,12 @@ COMPARED = 4  # of the sizes at which a condition fails
 COUNTED_IDS = 2  # of which sequences of one id are made
 MAX_COUNTED = 1024  # positions at which forward is run to find whether its tables are long enough
 MAX_ROWS = 64  # of a batch at which conditions are evaluated
-TOLERANCE = 1e-3  # of the range of the outputs that a mask does not hide; another course differs by more
+TOLERANCE = 1e-3  # of the range of the outputs that a mask does not hide; another path differs by more
 HIDDEN = 1e4  # below the greatest output: masks write −1e4, −1e9 or the least number
 
 
-class OtherCourseError(UnsupportedModelError):
-    """Forward takes another course at a size of an axis of an input than a trace.
+class OtherPathError(UnsupportedModelError):
+    """Forward takes another path at a size of an axis of an input than a trace.
 
     axis: the name of the input and the number of the axis. line: the user's line of the branch, or "".
     """
@@ -46,20 +46,20 @@ class OtherCourseError(UnsupportedModelError):
         self.axis, self.size, self.line = axis, size, line
 
 
-def refuse_same_course(captured: CapturedGraph, source: Source, error: Exception) -> None:
-    """Raise OtherCourseError if the graph differs from forward at the size at which another trace did.
+def refuse_same_path(captured: CapturedGraph, source: Source, error: Exception) -> None:
+    """Raise OtherPathError if the graph differs from forward at the size at which another trace did.
 
     A trace by example knows nothing of a branch that its examples did not meet. Cost: that of one size.
     """
-    if isinstance(error, OtherCourseError):
+    if isinstance(error, OtherPathError):
         name, axis = error.axis
         symbol = expression(meta(captured.inputs[name]).shape[axis])
         if symbol.is_Symbol:
-            _refuse_other_course(captured, source, _axes_of(captured, symbol), error.size, error.line)
+            _refuse_other_path(captured, source, _axes_of(captured, symbol), error.size, error.line)
 
 
-def refuse_courses_beyond(captured: CapturedGraph, source: Source, limited: CapturedGraph) -> None:
-    """Raise OtherCourseError if the graph differs from forward just beyond the limits of another trace, in `limited`.
+def refuse_paths_beyond(captured: CapturedGraph, source: Source, limited: CapturedGraph) -> None:
+    """Raise OtherPathError if the graph differs from forward just beyond the limits of another trace, in `limited`.
 
     Cost: that of one size for each limit.
     """
@@ -67,7 +67,7 @@ def refuse_courses_beyond(captured: CapturedGraph, source: Source, limited: Capt
         for name, axis in _axes_of(limited, symbol)[:1]:
             same = expression(meta(captured.inputs[name]).shape[axis])
             if same.is_Symbol and limit < captured.limits.get(same, limit + 1):
-                _refuse_other_course(
+                _refuse_other_path(
                     captured, source, _axes_of(captured, same), limit + 1, limited.limit_lines.get(symbol, "")
                 )
 
@@ -119,7 +119,7 @@ def check_guards(captured: CapturedGraph, source: Source, max_length: int) -> No
 
     max_length: the greatest length that is evaluated.
 
-    Raises UnsupportedModelError if forward takes another course at a size. Cost: each condition is evaluated at all
+    Raises UnsupportedModelError if forward takes another path at a size. Cost: each condition is evaluated at all
     sizes; a run of forward and one of the graph, with one row, for COMPARED sizes of each condition that fails.
     """
     for guard, line in captured.guards.items():
@@ -132,8 +132,8 @@ def check_guards(captured: CapturedGraph, source: Source, max_length: int) -> No
             )
             try:
                 for size in sorted(compared):
-                    _refuse_other_course(captured, source, axes, size, line)
-            except OtherCourseError:
+                    _refuse_other_path(captured, source, axes, size, line)
+            except OtherPathError:
                 first = failing[0]
                 if symbol in captured.batch or first < DENSE_SIZES or len(failing) < high - first + 1:
                     raise
@@ -258,8 +258,8 @@ def _counts(captured: CapturedGraph, level: Mapping[Node, Level], lookup: Node) 
     return index is not captured.step
 
 
-def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
-    """Raise UnsupportedModelError if forward takes another course at sizes below those of the trace.
+def refuse_other_paths(captured: CapturedGraph, source: Source) -> None:
+    """Raise UnsupportedModelError if forward takes another path at sizes below those of the trace.
 
     A trace holds from some size on: `if n < 5` and `max(n - 5, 0)` go the way of the example. Below it, and at size 1,
     the graph is compared with forward.
@@ -271,7 +271,7 @@ def refuse_other_courses(captured: CapturedGraph, source: Source) -> None:
         least = captured.least.get(symbol, 2)
         for size in sizes_below(least):
             line = captured.least_lines.get(symbol)
-            _refuse_other_course(captured, source, axes, size, line or "", may_fail=least == 2, below=True)
+            _refuse_other_path(captured, source, axes, size, line or "", may_fail=least == 2, below=True)
 
 
 def find_needed_lengths(captured: CapturedGraph, source: Source) -> None:
@@ -295,7 +295,7 @@ def find_needed_lengths(captured: CapturedGraph, source: Source) -> None:
             captured.needed.update(dict.fromkeys(axes, least_size(runs, example)))
 
 
-def _refuse_other_course(
+def _refuse_other_path(
     captured: CapturedGraph,
     source: Source,
     axes: list[tuple[str, int]],
@@ -306,7 +306,7 @@ def _refuse_other_course(
 ) -> None:
     """Raise UnsupportedModelError if the graph does not give the results of forward at a size of these axes.
 
-    may_fail: whether the graph may fail there. below: whether all smaller sizes take the other course too. A size at
+    may_fail: whether the graph may fail there. below: whether all smaller sizes take the other path too. A size at
     which forward fails has no results, and a random model is refused later, for its reason.
     """
     inputs = _sized(captured.example, axes, size)
@@ -319,10 +319,10 @@ def _refuse_other_course(
     (name, axis), *_ = axes
     unit = "rows" if axis == 0 else "positions"
     where = f"has fewer than {size + 1} {unit}" if below else f"has {size} {unit}"
-    raise OtherCourseError(
-        f"forward takes another course if {name!r} {where}"
+    raise OtherPathError(
+        f"forward takes another execution path if {name!r} {where}"
         + (f", by {line}" if line else "")
-        + ". A file takes one course: write it without the branch",
+        + ". A file has one execution path: write it without the branch",
         (name, axis),
         size,
         line,
@@ -420,8 +420,8 @@ def refuse_short_limits(captured: CapturedGraph, source: Source) -> None:
             if limit is not None and limit < length:
                 line = captured.limit_lines.get(expression(size))
                 raise UnsupportedModelError(
-                    f"forward takes another course if {name!r} has more than {limit} positions"
+                    f"forward takes another execution path if {name!r} has more than {limit} positions"
                     + (f", by {line}" if line else "")
-                    + f", and the example has {length}. A file takes one course: write it without the branch. If the "
-                    f'input always has this size, say so: axes={{"{name}": (0,)}}'
+                    + f", and the example has {length}. A file has one execution path: write it without the branch. If "
+                    f'the input always has this size, say so: axes={{"{name}": (0,)}}'
                 )

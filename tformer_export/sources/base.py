@@ -15,7 +15,7 @@ from torch import nn
 
 from tformer_export.common.derived_inputs import Mask
 from tformer_export.common.example_sizes import Axis
-from tformer_export.common.packed_weights import PackedWeight
+from tformer_export.common.packed_weight import PackedWeight
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.adapter_switch import WithAdapters
 from tformer_export.sources.call.containers import WithContainers
@@ -59,7 +59,7 @@ class Source:
         which it is cut. It returns the output without a batch axis or, for tasks of `reference_pipelines`, the result.
         By default it consists of the tokenizer and `module`.
     reads_pairs: whether the model takes pairs of texts.
-    series: the description of a series, as `analysis.series` reads it; None for models without one.
+    series: the description of a series, as `analysis.series_options` reads it; None for models without one.
     preprocessing: name of an input → its preprocessing of raw data, such as images or recordings.
     placeholders: name of a request input → how its items, such as images, stand among the ids of the step input.
     prompt_pipeline: the model's own way from a text and its images to its inputs, without a batch axis.

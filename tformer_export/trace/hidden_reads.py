@@ -1,14 +1,14 @@
-"""Data that Python reads, where a trace takes the course of its example."""
+"""Data that Python reads, where a trace takes the path of its example."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tformer_export.capture.by_example.draws import DataKind, InputDraws
 from tformer_export.capture.by_example.input_facts import with_facts
 from tformer_export.capture.by_example.proof import FORWARD_FAILURES, asked_ids
 from tformer_export.capture.by_example.reads import NoteReads
 from tformer_export.capture.by_example.recording import record
+from tformer_export.capture.by_example.recording_inputs import DataKind, RecordingInputs
 from tformer_export.capture.trace import CapturedGraph
 from tformer_export.common.example_sizes import size_groups
 from tformer_export.common.module_state import restored
@@ -41,15 +41,15 @@ def refuse_hidden_reads(graph: CapturedGraph, source: Source) -> None:
         if not all(gives(graph, source, of_number.draw(sizes, DataKind(False), seed)) for seed in (0, 1)):
             raise UnsupportedModelError(
                 f"forward computes something else while it is traced, or it lets data decide, at {reads.places[0]}. A "
-                "file takes the same course for all inputs: choose with torch.where or a mask, or remove the check"
+                "file has one execution path for all inputs: choose with torch.where or a mask, or remove the check"
             )
 
 
-def input_draws(source: Source) -> InputDraws:
+def input_draws(source: Source) -> RecordingInputs:
     """Return how inputs are drawn at which forward runs by example."""
     axes = {name: source.axes.get(name, (0, 1)[: value.dim()]) for name, value in source.example.items()}
     padding = source.special_tokens.pad_token_id
-    return InputDraws(
+    return RecordingInputs(
         source.example,
         size_groups(source.example, axes, source.step_input),
         source.step_input,

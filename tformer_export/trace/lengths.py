@@ -3,7 +3,7 @@
     at any length        after a run of forward on the example, so that no value that forward keeps comes from the trace
     without that run     for a table that forward makes anew when it needs a longer one
     after a longer run   for such a table, which then has the greatest length
-    above the limit      for a branch, such as `if window >= time`: the course of longer inputs is traced, and
+    above the limit      for a branch, such as `if window >= time`: the path of longer inputs is traced, and
                          compared with forward at shorter ones
     by example alone     for a number that Python makes of a size, such as `int(np.ceil(size / 4))`: the trace has that
                          of the example
@@ -25,7 +25,7 @@ from tformer_export.capture.trace import CapturedGraph, capture
 from tformer_export.common.fx_nodes import DENSE_SIZES, expression, meta, source_line
 from tformer_export.common.option_values import DEFAULT_MAX_LENGTH
 from tformer_export.soundness.determinism import ForwardRefusedError, warm_up
-from tformer_export.soundness.size_branches import gives_at, refuse_courses_beyond, runs_beyond, stretch
+from tformer_export.soundness.size_branches import gives_at, refuse_paths_beyond, runs_beyond, stretch
 from tformer_export.soundness.step_checks import check_stated_ids
 from tformer_export.sources import Source
 from tformer_export.trace.ways import BY_EXAMPLE, WAYS, TraceRequest, Tried, Way, first_accepted
@@ -88,7 +88,7 @@ def _limit(graph: CapturedGraph, request: TraceRequest) -> int:
 
 def _holds_again(graph: CapturedGraph, request: TraceRequest, tried: Tried) -> bool:
     assert tried.graph is not None
-    refuse_courses_beyond(graph, request.source, tried.graph)
+    refuse_paths_beyond(graph, request.source, tried.graph)
     return not runs_beyond(graph, request.source, request.longest)
 
 

@@ -36,8 +36,8 @@ from tformer_export.soundness.size_branches import (
     check_guards,
     limit_by_branches,
     limit_lengths,
-    refuse_other_courses,
-    refuse_same_course,
+    refuse_other_paths,
+    refuse_same_path,
 )
 from tformer_export.sources import Source
 from tformer_export.sources.call.one_row import RowByRow
@@ -169,11 +169,11 @@ def _accepts_export(graph: CapturedGraph, request: TraceRequest, tried: Tried) -
 
 
 def _check(graph: CapturedGraph, request: TraceRequest) -> None:
-    """Set the limits of a graph, in place. Raises UnsupportedModelError if forward takes another course at a size."""
+    """Set the limits of a graph, in place. Raises UnsupportedModelError if forward takes another path at a size."""
     keep_all_rows(graph)
     limit_by_branches(graph, request.longest)
     check_guards(graph, request.source, request.longest)
-    refuse_other_courses(graph, request.source)
+    refuse_other_paths(graph, request.source)
 
 
 def _selects_rows(graph: CapturedGraph) -> bool:
@@ -239,7 +239,7 @@ def _refuse_foreign_tensors(source: Source, tried: Tried) -> None:
 def _accepts_example(graph: CapturedGraph, request: TraceRequest, tried: Tried) -> bool:
     _check(graph, request)
     if tried.failure is not None:
-        refuse_same_course(graph, request.source, tried.failure)
+        refuse_same_path(graph, request.source, tried.failure)
     return True
 
 

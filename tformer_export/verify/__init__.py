@@ -2,7 +2,7 @@
 
 parity           the gate: ragged rows, prompt and steps, greedy tokens
 differences      how far two results are apart
-draws            random requests
+input_draws      random requests
 long_row         the longest row that a single-pass model is compared on
 report           the result of the gate
 teacher_forcing  feed rows to an engine

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tformer_export.verify.draws import InputDraws
+from tformer_export.verify.input_draws import InputDraws
 from tformer_export.verify.report import ParityReport
 from tformer_export.verify.torch_reference import Reference
 from tformer_runtime.base.errors import ParityError

@@ -1,6 +1,6 @@
 """The longest row on which a single-pass model is compared: as long as the file promises, if that costs little.
 
-A table may end, or a course may change, at a length that no short row has. The cost of a row follows from the sizes of
+A table may end, or a path may change, at a length that no short row has. The cost of a row follows from the sizes of
 the captured graph and not from a clock, so that each export of a model compares the same rows.
 """
 

@@ -26,8 +26,8 @@ from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source
 from tformer_export.staging.difference_locator import DifferenceLocator
 from tformer_export.verify.differences import logit_differences, number_differences
-from tformer_export.verify.draws import InputDraws
 from tformer_export.verify.forecasts import check_forecasts
+from tformer_export.verify.input_draws import InputDraws
 from tformer_export.verify.long_row import affordable_row, longest_length
 from tformer_export.verify.report import TOLERANCE, ParityReport
 from tformer_export.verify.teacher_forcing import by_name, decode_greedily, run_case

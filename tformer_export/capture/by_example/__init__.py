@@ -11,7 +11,7 @@ reads      numbers that Python reads out of tensors
 tracked_numbers  numbers that note the values with which Python compares them
 random_choices  random results of operations that choose among few
 slices     slices that take everything
-draws      inputs of any sizes, with padding or without
+recording_inputs  inputs of any sizes, with padding or without
 input_facts  the number of ids of an input, and the ids that may be padding
 proof      compare the program with the module for other sizes and data
 trace      choose sizes and data, record, and prove the program at a size that was not recorded

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import torch
 
-from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.recording import Constant, InputRef, Recording, Step, StepResult
+from tformer_export.capture.by_example.recording_inputs import RecordingInputs
 from tformer_export.common.fx_nodes import aten
 
 _COMPARISONS = {aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor}
 _COPIES = {aten._to_copy.default, aten.to.dtype, aten.clone.default, aten.contiguous.default}
 
 
-def with_facts(draws: InputDraws, recording: Recording) -> InputDraws:
+def with_facts(draws: RecordingInputs, recording: Recording) -> RecordingInputs:
     """Return draws of ids of the whole vocabulary. Ids with which the module compares its ids may be padding."""
     draws = replace(draws, vocabulary=_vocabulary(recording, draws))
     return replace(draws, paddings=draws.paddings | _compared_ids(recording, draws))
 
 
-def _vocabulary(recording: Recording, draws: InputDraws) -> dict[str, int]:
+def _vocabulary(recording: Recording, draws: RecordingInputs) -> dict[str, int]:
     """Return the number of ids of each input that is looked up in tables: that of the smallest.
 
     An input of numbers, such as dates, may have columns for several tables. It keeps the numbers of the example.
@@ -35,7 +35,7 @@ def _vocabulary(recording: Recording, draws: InputDraws) -> dict[str, int]:
     return found
 
 
-def _compared_ids(recording: Recording, draws: InputDraws) -> frozenset[int]:
+def _compared_ids(recording: Recording, draws: RecordingInputs) -> frozenset[int]:
     """Return the ids with which the module compares its ids."""
     names = list(draws.example)
     compared = set()

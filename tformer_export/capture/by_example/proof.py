@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.reads import other_values
 from tformer_export.capture.by_example.rebuild import RebuiltModule
 from tformer_export.capture.by_example.recording import ReadNumber, Recording, record
+from tformer_export.capture.by_example.recording_inputs import RecordingInputs
 from tformer_export.capture.by_example.size_fit import Sizes
 from tformer_export.capture.by_example.unify import DisagreementError
 from tformer_export.common.module_state import WriteUndo, is_same, unchanged
@@ -48,7 +48,7 @@ def agree(module: nn.Module, rebuilt: RebuiltModule, inputs: Sequence[torch.Tens
 
 
 def check_agreement(
-    module: nn.Module, rebuilt: RebuiltModule, draws: InputDraws, sizes: Sequence[Sizes], seeds: Sequence[int]
+    module: nn.Module, rebuilt: RebuiltModule, draws: RecordingInputs, sizes: Sequence[Sizes], seeds: Sequence[int]
 ) -> None:
     """Raise DisagreementError unless both modules give the same outputs for all kinds of data at these sizes."""
     for case in sizes:
@@ -59,7 +59,7 @@ def check_agreement(
 
 
 def check_asked_ids(
-    module: nn.Module, rebuilt: RebuiltModule, draws: InputDraws, recordings: Sequence[Recording], sizes: Sizes
+    module: nn.Module, rebuilt: RebuiltModule, draws: RecordingInputs, recordings: Sequence[Recording], sizes: Sizes
 ) -> None:
     """Raise DisagreementError unless both modules agree on data with the ids for which the module's code may ask.
 
@@ -69,7 +69,7 @@ def check_asked_ids(
         check_agreement(module, rebuilt, replace(draws, asked=asked), [sizes, (1, *sizes[1:])], [0, 1])
 
 
-def asked_ids(recordings: Sequence[Recording], draws: InputDraws) -> list[int]:
+def asked_ids(recordings: Sequence[Recording], draws: RecordingInputs) -> list[int]:
     """Return the ids of the vocabulary with which the code that reads data compares it, or may compare it, sorted."""
     ids = {i for recording in recordings for read in recording.numbers for i in read.asked}
     ids |= {i for recording in recordings for i in recording.at_hand}
@@ -78,12 +78,12 @@ def asked_ids(recordings: Sequence[Recording], draws: InputDraws) -> list[int]:
 
 def check_reads(
     module: nn.Module,
-    draws: InputDraws,
+    draws: RecordingInputs,
     recordings: Sequence[Recording],
     samples: Sequence[Sizes],
     sizes: Sizes,
-    course: Mapping[int, bool],
-    of_course: Sequence[Recording],
+    answers: Mapping[int, bool],
+    on_path: Sequence[Recording],
     shortest: Sequence[Recording],
 ) -> None:
     """Raise DisagreementError if a number that Python reads may lead to operations that were never compared.
@@ -94,8 +94,8 @@ def check_reads(
     part of its operations. A forced run that fails comes from an assertion on data. A number that is a size of the
     inputs in all runs, such as `lengths.max()`, has no other value.
 
-    samples: the sizes of the recordings. sizes: those of the honest runs. course: the answers to conditions that the
-        recordings were forced to. of_course: recordings of runs that were forced to the program's course, at the sizes
+    samples: the sizes of the recordings. sizes: those of the honest runs. answers: those to conditions that the
+        recordings were forced to. on_path: recordings of runs that were forced to the program's path, at the sizes
         of honest runs. Their operations are those of the program, which has the results of honest runs. shortest: of
         honest runs of the fewest positions, in which a number such as the rows of an expert may be 0.
 
@@ -111,13 +111,13 @@ def check_reads(
         for seed in range(HONEST_RUNS)
     }
     operations = Counter[Any]()
-    for recording in (*honest.values(), *of_course):
+    for recording in (*honest.values(), *on_path):
         operations |= recording.descriptions()
     values: dict[str, set[Any]] = {}
-    for recording in (*honest.values(), *of_course, *shortest):
+    for recording in (*honest.values(), *on_path, *shortest):
         for line, reads in _reads_by_line(recording).items():
             values.setdefault(line, set()).update(read.value for read in reads)
-            values[line].update(course[n] for n in (read.number for read in reads) if n is not None and n in course)
+            values[line].update(answers[n] for n in (read.number for read in reads) if n is not None and n in answers)
     for kind in (draws.kinds[0], draws.kinds[-1]):
         inputs = [*draws.draw(sizes, kind, 0).values()]
         for line, reads in _reads_by_line(honest[kind, 0]).items():

@@ -14,13 +14,13 @@ from tformer_export.common.fx_nodes import aten
 
 
 def simplify(recordings: Sequence[Recording]) -> list[Recording]:
-    """Simplify the recordings of one course of forward. Cost: grows with the number of operations."""
+    """Simplify the recordings of one path of forward. Cost: grows with the number of operations."""
     return [remove_dead_steps(recording) for recording in forward_values(recordings)]
 
 
 def forward_values(recordings: Sequence[Recording]) -> list[Recording]:
-    """Let operations read written values and numbers of the course directly."""
-    known = numbers_of_the_course(recordings)
+    """Let operations read written values and numbers of the path directly."""
+    known = numbers_of_the_path(recordings)
     return [_replace_operands(forward_writes(repeat_equal_rows(recording)), known) for recording in recordings]
 
 
@@ -117,10 +117,10 @@ def _same_form(recording: Recording, source: Any, place: Place) -> bool:
     )
 
 
-def numbers_of_the_course(recordings: Sequence[Recording]) -> dict[StepResult, Any]:
+def numbers_of_the_path(recordings: Sequence[Recording]) -> dict[StepResult, Any]:
     """Return the tensors that hold one whole number in all recordings, because Python has read it out of them.
 
-    `for expert in ids.unique()` reads the numbers of the experts. The course of the recordings is that of these
+    `for expert in ids.unique()` reads the numbers of the experts. The path of the recordings is that of these
     numbers, so the tensors are constants of it.
     """
     read = [

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from tformer_export.capture.by_example.draws import DataKind, InputDraws
 from tformer_export.capture.by_example.input_facts import with_facts
 from tformer_export.capture.by_example.proof import (
     FORWARD_FAILURES,
@@ -27,6 +26,7 @@ from tformer_export.capture.by_example.proof import (
 from tformer_export.capture.by_example.random_choices import RandomChoices
 from tformer_export.capture.by_example.rebuild import RebuiltModule, rebuild
 from tformer_export.capture.by_example.recording import Recording, record
+from tformer_export.capture.by_example.recording_inputs import DataKind, RecordingInputs
 from tformer_export.capture.by_example.roll import roll_loops
 from tformer_export.capture.by_example.simplify import forward_values, simplify, without_empty_pieces
 from tformer_export.capture.by_example.size_fit import Sizes
@@ -39,11 +39,13 @@ FIRST_LENGTH, NEXT_LENGTH, LONGER = 5, 4, 2  # lengths 5, 9, 13 …, in other re
 BY_CHANCE = 2  # times the lengths of the recordings: a program that holds no further has their numbers
 MAX_SAMPLES = 9  # with the sizes that are recorded because a program is wrong there
 MAX_CONDITIONS = 3  # on data, whose answers are changed in turn
-COURSE_RUNS = 4  # times HONEST_RUNS: recordings with random choices, each of which has other experts
+PATH_RUNS = 4  # times HONEST_RUNS: recordings with random choices, each of which has other experts
 FEW_ROWS, MANY_ROWS = 2, 64  # of a recording: a mixture of experts takes all its experts if it has rows enough
 
 
-def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_length: int) -> RebuiltModule | None:
+def trace_by_example(
+    module: nn.Module, draws: RecordingInputs, min_length: int, max_length: int
+) -> RebuiltModule | None:
     """Return a module that computes as `module` does, and that torch.export can trace; None if there is none.
 
     min_length: the positions that an input needs.
@@ -61,7 +63,7 @@ def trace_by_example(module: nn.Module, draws: InputDraws, min_length: int, max_
 
 
 class _Tracer:
-    def __init__(self, module: nn.Module, draws: InputDraws, unit: int, max_length: int) -> None:
+    def __init__(self, module: nn.Module, draws: RecordingInputs, unit: int, max_length: int) -> None:
         self.module, self.draws, self.unit, self.max_length = module, draws, unit, max_length
         self.forced: Mapping[int, bool] = {}  # number of a condition on data → the answer that forward gets
         self.random_choices = False  # whether operations that choose among few choose at random
@@ -76,28 +78,28 @@ class _Tracer:
             self.draws = replace(self.draws, fills_one_row=True)
         self.draws = with_facts(self.draws, first)
         full = self.draws.kinds[-1]
-        # Other data change the course of a module that reads them, and of no other.
+        # Other data change the path of a module that reads them, and of no other.
         kinds = [(kind, FEW_ROWS) for kind in self.draws.kinds] + [(full, MANY_ROWS)] if first.numbers else []
-        courses: list[tuple[DataKind, int, dict[int, bool], bool]] = [
+        paths: list[tuple[DataKind, int, dict[int, bool], bool]] = [
             (kind, rows, {}, False) for kind, rows in kinds or [(full, FEW_ROWS)]
         ]
-        courses += [(full, FEW_ROWS, forced, False) for forced in _other_answers(first)]
+        paths += [(full, FEW_ROWS, forced, False) for forced in _other_answers(first)]
         if first.numbers or first.selects_rows:  # a router may send nothing to an expert, for the drawn data
-            courses.append((full, MANY_ROWS, {}, True))
+            paths.append((full, MANY_ROWS, {}, True))
         reason: LoopError | None = None
-        for kind, rows, self.forced, self.random_choices in courses:
+        for kind, rows, self.forced, self.random_choices in paths:
             try:
-                return self._course(kind, rows)
+                return self._path_module(kind, rows)
             except (DisagreementError, *FORWARD_FAILURES) as error:
                 others = "random choices" if self.random_choices else self.forced
-                logger.debug("no course of %s with %d rows and %s: %s", kind, rows, others, error)
+                logger.debug("no path of %s with %d rows and %s: %s", kind, rows, others, error)
                 reason = error if isinstance(error, LoopError) else reason
         if reason is not None:
             raise reason
         return None
 
-    def _course(self, kind: DataKind, rows: int) -> RebuiltModule:
-        """Return the module of the course that data of one kind take, if it is right for all kinds of data.
+    def _path_module(self, kind: DataKind, rows: int) -> RebuiltModule:
+        """Return the module of the path that data of one kind take, if it is right for all kinds of data.
 
         Short recordings may agree by chance: for windows of 32 positions, they all have one window. So a size at which
         the program is wrong is recorded too, and the recordings are unified again.
@@ -107,7 +109,7 @@ class _Tracer:
         failure: Exception | None = None
         while len(samples) < MAX_SAMPLES:
             try:
-                rebuilt = self._course_at(samples, kind)
+                rebuilt = self._path_module_at(samples, kind)
                 if rebuilt.max_length is None:
                     return rebuilt
                 limited, wrong = rebuilt, _longer((1, *[rebuilt.max_length] * (len(samples[0]) - 1)))
@@ -138,7 +140,7 @@ class _Tracer:
         samples.insert(len(samples) if is_longest else 0, sample)
         return True
 
-    def _course_at(self, sizes: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
+    def _path_module_at(self, sizes: Sequence[Sizes], kind: DataKind) -> RebuiltModule:
         """Return the module of the recordings at these sizes, if it is right elsewhere too, or up to a length.
 
         Raises WrongAtSizesError with sizes at which it is wrong, and DisagreementError for another reason.
@@ -189,11 +191,11 @@ class _Tracer:
         check_asked_ids(self.module, rebuilt, self.draws, recordings, fewer)
         if any(recording.numbers for recording in recordings):
             check_agreement(self.module, rebuilt, self.draws, [fewer], range(HONEST_RUNS))
-            of_course = [self._record(fewer, self.draws.kinds[-1], seed) for seed in range(self._course_runs)]
+            on_path = [self._record(fewer, self.draws.kinds[-1], seed) for seed in range(self._path_runs)]
             shortest = [
                 record(self.module, self._draw((1, *[self.unit] * (len(fewer) - 1)), kind, i)) for i in range(2)
             ]
-            check_reads(self.module, self.draws, recordings, samples, fewer, self.forced, of_course, shortest)
+            check_reads(self.module, self.draws, recordings, samples, fewer, self.forced, on_path, shortest)
         proven = self._longest(longest[-1], lambda sizes: agree(self.module, rebuilt, self._draw(sizes, kind)))
         if proven != longest:
             if max(proven[1:]) < BY_CHANCE * max(size for sample in samples for size in sample[1:]):
@@ -243,9 +245,9 @@ class _Tracer:
             return record(self.module, self._draw(sizes, kind, seed), self.forced, with_first_runs=has_loops)
 
     @property
-    def _course_runs(self) -> int:
-        """The number of recordings of a course that forward was forced to."""
-        return HONEST_RUNS * COURSE_RUNS if self.random_choices else int(bool(self.forced))
+    def _path_runs(self) -> int:
+        """The number of recordings of a path that forward was forced to."""
+        return HONEST_RUNS * PATH_RUNS if self.random_choices else int(bool(self.forced))
 
     def _run(self, sizes: Sizes, kind: DataKind) -> bool:
         return run(self.module, self._draw(sizes, kind)) is not None
@@ -276,7 +278,7 @@ class _Tracer:
 def _other_answers(recording: Recording) -> Iterator[dict[int, bool]]:
     """Yield other answers to the conditions on data that a recording has asked, if they are few: one, then more.
 
-    `if torch.all(keep): return x` is a shortcut that all drawn data may take. The other course has the operations that
+    `if torch.all(keep): return x` is a shortcut that all drawn data may take. The other path has the operations that
     other data take, and it is right for both if it gives the results of the shortcut as well.
     """
     asked = {read.number: read.value for read in recording.numbers if read.number is not None}

@@ -1,6 +1,6 @@
 """Numbers that Python got from data, which note what Python compares them with.
 
-`if ids[0, -1].item() == 9` takes one course for nearly all data. A test of the course needs the value at which the
+`if ids[0, -1].item() == 9` takes one path for nearly all data. A test of the path needs the value at which the
 other begins, and the comparison has it. A text that Python makes of the number is compared with texts of the code.
 """
 

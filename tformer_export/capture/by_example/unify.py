@@ -1,4 +1,4 @@
-"""Recordings of one course of forward at several sizes as one program that runs at any size.
+"""Recordings of one path of forward at several sizes as one program that runs at any size.
 
 The operations on data agree one by one (anti-unification: Plotkin 1970, "A Note on Inductive Generalization"). Their
 whole numbers become expressions of the sizes. Their constants become, in this order: the same tensor for all sizes; the

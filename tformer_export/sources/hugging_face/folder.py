@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from tformer_export.common.derived_inputs import padding
-from tformer_export.common.packed_weights import PackedWeight
+from tformer_export.common.packed_weight import PackedWeight
 from tformer_export.common.torch_patch_lock import TORCH_PATCH_LOCK
 from tformer_export.sources.base import Source, as_float32
 from tformer_export.sources.call.adapter import Adapter
 from tformer_export.sources.call.outputs import choose_output
 from tformer_export.sources.hugging_face.audio import AUDIO_INPUTS, from_audio_model, load_extractor
+from tformer_export.sources.hugging_face.gptq_awq import load_packed, read_packing
 from tformer_export.sources.hugging_face.hub import model_name
 from tformer_export.sources.hugging_face.image_prompts import (
     from_image_prompt_model,
@@ -29,7 +30,6 @@ from tformer_export.sources.hugging_face.image_prompts import (
     reads_images,
 )
 from tformer_export.sources.hugging_face.images import from_image_model, load_processor, with_processor
-from tformer_export.sources.hugging_face.packed_weights import load_packed, read_packing
 from tformer_export.sources.hugging_face.peft_adapter import (
     PeftAdapter,
     is_adapter_folder,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tformer_export.verify.golden.decided import all_decided, changed_models, decided_tokens
-from tformer_export.verify.golden.draws import Draws
+from tformer_export.verify.golden.manifest_draws import ManifestDraws
 from tformer_export.verify.golden.raw import raw_inputs, run_raw
 from tformer_export.verify.golden.run import (
     DecodedRow,
@@ -108,7 +108,7 @@ def golden_bytes(golden: Json) -> bytes:
 
 def requests_of(model: Model, seed: int) -> dict[str, list[Json]]:
     """Return all requests of a golden file, by their kind, as they follow from the manifest and the seed."""
-    manifest, draws = model.manifest, Draws(model.engine, seed)
+    manifest, draws = model.manifest, ManifestDraws(model.engine, seed)
     random = np.random.default_rng(seed + 2)
     requests: dict[str, list[Json]] = {}
     if manifest.decode is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tformer_export.verify.golden.draws import adapter_name
+from tformer_export.verify.golden.manifest_draws import adapter_name
 from tformer_export.verify.golden.values import Json, decode_array
 from tformer_export.verify.teacher_forcing import by_name, padded
 from tformer_runtime.base.errors import InputError

@@ -76,7 +76,7 @@ def test_table_that_stays_is_a_limit(tmp_path):
     assert re.fullmatch(rf"24, limited by .*test_growing_tables\.py:\d+: .*{re.escape(line)}.*", row_of_maximum(report))
 
 
-class AnotherCourse(Decoder):
+class AnotherPath(Decoder):
     def forward(self, ids):
         return super().forward(ids) * (2 if ids.shape[1] > 24 else 1)
 
@@ -87,7 +87,7 @@ class AnotherCourse(Decoder):
 def test_longer_than_a_branch_allows_is_refused_with_its_line(tmp_path):
     example = {"ids": torch.randint(20, (2, EXAMPLE))}
     with pytest.raises(UnsupportedModelError, match=r"at a length of 64: at most 24 is possible, by .*shape\[1\] > 24"):
-        export(AnotherCourse({}).eval(), tmp_path / "model.onnx", example, "ids", max_length=64)
+        export(AnotherPath({}).eval(), tmp_path / "model.onnx", example, "ids", max_length=64)
 
 
 class CountedPositions(Decoder):

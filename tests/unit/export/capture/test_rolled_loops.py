@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tformer_export.capture.by_example.draws import InputDraws
 from tformer_export.capture.by_example.find_loops import Loop, find_loops
 from tformer_export.capture.by_example.recording import Step
+from tformer_export.capture.by_example.recording_inputs import RecordingInputs
 from tformer_export.capture.by_example.trace import trace_by_example
 from tformer_export.capture.by_example.unify import DisagreementError, LoopError
 from tformer_export.capture.scan import Scan
@@ -103,7 +103,7 @@ class Loops(nn.Module):
 def traced(function):
     """Return the module of a function, the module that is traced by example, and the loops of that."""
     module = Loops(function).eval()
-    draws = InputDraws({"x": torch.randn(2, 5, WIDTH)}, [[("x", 0)], [("x", 1)]], None)
+    draws = RecordingInputs({"x": torch.randn(2, 5, WIDTH)}, [[("x", 0)], [("x", 1)]], None)
     with lines_of_helpers_recorded():
         rebuilt = trace_by_example(module, draws, 1, MAX_LENGTH)
     assert rebuilt is not None

@@ -192,8 +192,8 @@ class BranchOnItem(Mixer):
 def test_branch_on_data_is_refused(mixer, tmp_path, capfd):
     """The error is one sentence. Messages of torch about the graph are not shown."""
     assert refusal(mixer, tmp_path) == (
-        f"forward lets the values of its data decide which code runs, at {here(mixer.forward)}. A file takes the same "
-        "course for all inputs: choose with torch.where or a mask, or remove the check"
+        f"forward lets the values of its data decide which code runs, at {here(mixer.forward)}. A file has one "
+        "execution path for all inputs: choose with torch.where or a mask, or remove the check"
     )
     assert capfd.readouterr() == ("", "")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tformer_export import padding
 from tformer_export.analysis.input_facts import find_input_facts
-from tformer_export.analysis.series import make_series_preprocessor
+from tformer_export.analysis.series_options import make_series_preprocessor
 from tformer_export.capture.trace import capture
 from tformer_export.sources.torch_module import from_module
 from tformer_runtime import OptionError, UnsupportedModelError

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import constant, is_float_weight, replace_node
-from tformer_export.common.packed_weights import PackedWeight
+from tformer_export.common.packed_weight import PackedWeight
 from tformer_export.passes.weight_bits import describe
 from tformer_runtime.base.errors import UnsupportedModelError
 

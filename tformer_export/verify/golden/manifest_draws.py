@@ -36,7 +36,7 @@ class DrawnCase:
         return {"name": self.name, "rows": self.rows, **decodes}
 
 
-class Draws:
+class ManifestDraws:
     """Draws requests for a file."""
 
     def __init__(self, engine: Engine, seed: int) -> None:

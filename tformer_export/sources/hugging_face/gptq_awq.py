@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tformer_export.common.packed_weights import BLOCKS, PackedWeight
+from tformer_export.common.packed_weight import BLOCKS, PackedWeight
 from tformer_export.sources.untrusted_files import read_json
 from tformer_runtime.base.errors import SourceError
 

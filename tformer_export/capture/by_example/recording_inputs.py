@@ -1,6 +1,6 @@
 """Inputs for recordings: of any sizes, with padding or without.
 
-A model may take another course where rows are padded. Recordings of one course get data of one kind.
+A model may take another path where rows are padded. Recordings of one path get data of one kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DataKind:
 
 
 @dataclass(frozen=True)
-class InputDraws:
+class RecordingInputs:
     """Draws inputs like an example.
 
     groups: for each free size, the inputs and axes that have it. The first group is the batch.

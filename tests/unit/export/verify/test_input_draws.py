@@ -7,7 +7,7 @@ from torch import nn
 
 from tformer_export.analysis.input_facts import InputFacts
 from tformer_export.sources import Source
-from tformer_export.verify.draws import InputDraws
+from tformer_export.verify.input_draws import InputDraws
 
 LENGTHS = (6, 11, 2, 8, 4, 96)
 
