@@ -106,8 +106,8 @@ export class AudioPreprocessor {
     const samples = this.read(audio as AudioInput);
     if (samples.length > nSamples) {
       throw new InputError(
-        `the recording is ${(samples.length / samplingRate).toFixed(2)} s long and ${nSamples / samplingRate} s are read at ` +
-          "once: transcribe() reads longer ones piece by piece",
+        `the recording is ${(samples.length / samplingRate).toFixed(2)} s long and ${nSamples / samplingRate} s are read ` +
+          "at once: transcribe() reads longer ones piece by piece",
       );
     }
     return this.spectrogram(samples);
@@ -260,8 +260,8 @@ function readChannels(audio: AudioInput, ownRate: number): { channels: readonly 
   if (!all.length || !all.every(isSamples)) {
     const kind = isAudio(audio) ? shown(all.find((channel) => !isSamples(channel))) : shown(audio);
     throw new InputError(
-      "a recording is samples (a Float32Array of numbers from -1 to 1, an Int16Array or an Int32Array), an AudioBuffer, or " +
-        `{ samples, samplingRate } with one array for each channel, not ${kind}`,
+      "a recording is samples (a Float32Array of numbers from -1 to 1, an Int16Array or an Int32Array), an AudioBuffer, " +
+        `or { samples, samplingRate } with one array for each channel, not ${kind}`,
     );
   }
   if (all.some((channel) => channel.length !== all[0].length)) {

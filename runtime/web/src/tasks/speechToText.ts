@@ -185,8 +185,8 @@ export class SpeechToText {
     }
     if (isLong && settings.timestamps === false) {
       throw new InputError(
-        `the recording is longer than ${window}, so that it is read in windows, whose starts follow from timestamps: leave ` +
-          "out timestamps: false",
+        `the recording is longer than ${window}, so that it is read in windows, whose starts follow from timestamps: ` +
+          "leave out timestamps: false",
       );
     }
     return { index, frames, timestamps: (settings.timestamps ?? byDefault) || isLong };
