@@ -165,7 +165,7 @@ def test_classes_match_transformers_for_each_batch_size(exported, image_files, n
 
     async def ask():
         async with AsyncModel(model, max_batch_size=4) as aio:
-            return await asyncio.gather(*(aio.classify(path, top_k=2) for path in images.values()))
+            return await asyncio.gather(*(aio.classify(path, top_k=2) for path in image_files.values()))
 
     for result, alone in zip(asyncio.run(ask()), actual, strict=True):
         np.testing.assert_allclose(list(result.scores.values()), list(alone.scores.values()), atol=1e-6)

@@ -153,7 +153,7 @@ def test_missing_pillow_raises_missing_extra_error(monkeypatch, tmp_path):
         lambda: with_processor(make_source(3, 8, 8), None),
         lambda: load_processor(tmp_path),
     ):
-        with pytest.raises(MissingExtraError, match=r"which needs Pillow: pip install 'tformer\[image\]'"):
+        with pytest.raises(MissingExtraError, match=r"images needs Pillow: pip install 'tformer\[image\]'"):
             call()
 
 
