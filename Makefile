@@ -190,12 +190,12 @@ docs-check: $(READY)
 	$(PIP) install --constraint constraints.txt --editable '.[docs]' && touch $@
 
 evaluate: $(READY)
-	$(BIN)/python -m tformer_models.g2p evaluate models/g2p/model.pt
+	$(BIN)/python -m examples.training.g2p evaluate models/g2p/model.pt
 	for precision in none int8; do \
 	  $(EXPORT) --output build/g2p-$$precision.onnx --quantize $$precision && \
-	  $(BIN)/python -m tformer_models.g2p words --split test > build/words.txt && \
+	  $(BIN)/python -m examples.training.g2p words --split test > build/words.txt && \
 	  $(BIN)/tformer-run build/g2p-$$precision.onnx --input-file build/words.txt --output-file build/$$precision.txt --force && \
-	  $(BIN)/python -m tformer_models.g2p score build/$$precision.txt || exit 1; \
+	  $(BIN)/python -m examples.training.g2p score build/$$precision.txt || exit 1; \
 	done
 
 # The engines of the benchmark. CTranslate2 is installed in .venv; the others need other versions of packages, and have

@@ -125,12 +125,6 @@ def _flag_before_each(arguments: Sequence[str], flag: str) -> Iterator[str]:
 @click.option("-o", "--output", type=_PATH, help="Write this file.  [default: SOURCE.onnx]")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 @click.option("--report", type=_PATH, metavar="FILE.json", help="Write the report to this file, as JSON.")
-@click.option(
-    "--plot",
-    type=_PATH,
-    metavar="FILE.png",
-    help="Plot size and quality of the mixtures of bits that --quantize mixed has measured.",
-)
 @click.option("--quiet", is_flag=True, help="Write only errors to standard error.")
 @click.option("--verbose", is_flag=True, help="Write the name of each phase, and the traceback of an error.")
 @click.version_option(package_name="tformer")
@@ -233,7 +227,6 @@ def command(
     output: Path | None,
     force: bool,
     report: Path | None,
-    plot: Path | None,
     quiet: bool,
     verbose: bool,
     **flags: Any,
@@ -248,7 +241,7 @@ def command(
     if quiet and verbose:
         raise click.UsageError("--quiet writes nothing but errors: not with --verbose")
     with errors_as_sentences("tformer-export", verbose):
-        _run(source, output, force, report, plot, quiet, verbose, flags)
+        _run(source, output, force, report, quiet, verbose, flags)
 
 
 def _run(
@@ -256,7 +249,6 @@ def _run(
     output: Path | None,
     force: bool,
     report: Path | None,
-    plot: Path | None,
     quiet: bool,
     verbose: bool,
     flags: Mapping[str, Any],
@@ -268,7 +260,7 @@ def _run(
     import_onnxruntime()
     output = output or _default_output(source)
     options, task = _options(flags)
-    _check_outputs(output, report, plot, options, force)
+    _check_outputs(output, report, options, force)
     with quick_start():
         import tformer_export.api  # noqa: F401  imports torch
     if click.get_current_context().obj == OWN_PROCESS:
@@ -280,10 +272,8 @@ def _run(
             result = _export(loaded, output, tokenizer, options, task, flags, force, progress)
     if report is not None:
         result.write(report)
-    if plot is not None:
-        _draw(result, plot)
     if not quiet:
-        _print_table([*result.rows(), *([("image", str(plot))] if plot else [])])
+        _print_table(result.rows())
 
 
 def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
@@ -304,22 +294,15 @@ def _options(flags: Mapping[str, Any]) -> tuple[ExportOptions, Task]:
     return options, Task(**named)
 
 
-def _check_outputs(output: Path, report: Path | None, plot: Path | None, options: ExportOptions, force: bool) -> None:
+def _check_outputs(output: Path, report: Path | None, options: ExportOptions, force: bool) -> None:
     """Refuse output paths and flags before the export that would fail after it."""
     from tformer_export.common.atomic_output import check_writable
 
-    places = [path.absolute() for path in (output, report, plot) if path is not None]
-    if len(set(places)) < len(places):
-        raise click.UsageError("the output, --report and --plot are the same file: name another for one of them")
+    if report is not None and report.absolute() == output.absolute():
+        raise click.UsageError("the output and --report are the same file: name another for one of them")
     check_writable(output, force)
     if report is not None:
         check_writable(report, force)
-    if plot is not None:
-        if options.quantization.weights != "mixed":
-            raise click.UsageError("--plot draws the mixtures of --quantize mixed: leave it out")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MissingExtraError(f"--plot needs matplotlib: {install_command('plot')}")
-        check_writable(plot, force)
 
 
 def _find(source: str, flags: Mapping[str, Any], quiet: bool) -> str:
@@ -430,13 +413,6 @@ def _print_table(rows: list[tuple[str, str]]) -> None:
     for label, text in rows:
         latest = label if label not in ("", "*") else latest
         click.echo(f"{label.ljust(width) if label == '*' else latest.ljust(width)}  {text}", err=True)
-
-
-def _draw(report: ExportReport, path: Path) -> None:
-    from tformer_export.quantize.frontier_plot import draw
-
-    assert report.mixture is not None  # --plot is for mixtures
-    draw(report.mixture, path)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Example Transformers in plain PyTorch, and their training by recipe (``tformer-train``)."""
+"""Transformers in plain PyTorch, and their training by recipe (``tformer-train``)."""

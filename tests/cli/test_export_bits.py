@@ -19,7 +19,6 @@ from tformer_runtime import Model
 
 LETTERS = [*"-<>", *"abcdefghijklmnopqrstuvwxyz0123456789"]
 INTEGERS = (onnx.TensorProto.UINT8, onnx.TensorProto.INT8)
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Plain(nn.Module):
@@ -75,11 +74,10 @@ def lines(tmp_path, monkeypatch):
 def test_mixed_quantization_stays_within_max_degradation(checkpoint, lines, run):
     status, err = run(
         *checkpoint, "-o", "out.onnx", "--quantize", "mixed", "--calibration", lines, "--max-degradation", "4%",
-        "--report", "report.json", "--plot", "mixed.png",
+        "--report", "report.json",
     )  # fmt: skip
     assert status == 0, err
-    assert sorted(os.listdir()) == ["lines.txt", "mixed.png", "out.onnx", "report.json"]
-    assert Path("mixed.png").read_bytes().startswith(PNG)
+    assert sorted(os.listdir()) == ["lines.txt", "out.onnx", "report.json"]
     report = json.loads(Path("report.json").read_text())
     mixture, degradation = report["mixture"], report["degradation"]
     chosen = mixture["frontier"][mixture["chosen"]]
@@ -108,21 +106,6 @@ def test_mixed_quantization_stays_within_max_bits(checkpoint, lines, run):
     assert {8} < {layer["bits"] for layer in mixture["layers"]} <= {4, 6, 8}
 
 
-def test_plot_without_matplotlib_is_refused_before_the_export(checkpoint, lines, refused, monkeypatch):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    options = (*checkpoint, "-o", "out.onnx", "--quantize", "mixed")
-    assert refused(*options, "--plot", "m.png") == "--plot needs matplotlib: pip install 'tformer[plot]'"
-
-
-def test_plot_needs_mixed_quantization(checkpoint, lines, run):
-    status, err = run(*checkpoint, "-o", "out.onnx", "--quantize", "int8", "--plot", "mixed.png")
-    assert status == 2
-    assert "--plot draws the mixtures of --quantize mixed" in err
-
-
 def test_int4_beyond_max_degradation_is_refused(checkpoint, lines, refused):
     options = ("--quantize", "int4", "--calibration", lines, "--max-degradation", "0.5%")
     message = refused(*checkpoint, "-o", "out.onnx", *options)
@@ -142,14 +125,11 @@ def test_calibration_data_changes_the_integers(checkpoint, lines, run):
     assert len({tuple(value) for value in integers.values()}) == 4
 
 
-def test_invalid_calibration_lines_and_existing_plot_are_refused(checkpoint, lines, refused):
+def test_invalid_calibration_lines_are_refused(checkpoint, lines, refused):
     Path("bad.txt").write_text("abc\nabC\n" + 8 * "abc\n")
     options = (*checkpoint, "-o", "out.onnx", "--quantize", "int4", "--calibration")
     assert refused(*options, "bad.txt").startswith("line 2 of bad.txt: 'C' (character 3 of the input) is not in the")
     assert refused(*options, "none.txt") == "there is no file none.txt to calibrate with"
-    Path("mixed.png").write_text("old")
-    plot = ("--quantize", "mixed", "--plot", "mixed.png")
-    assert "mixed.png exists: give --force" in refused(*checkpoint, "-o", "out.onnx", *plot)
 
 
 def test_calibration_without_quantization_is_refused(checkpoint, lines, refused):

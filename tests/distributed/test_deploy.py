@@ -125,7 +125,8 @@ def test_image_has_what_the_package_is_built_of():
     assert all((ROOT / name).exists() for name in copied)
     for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert any(package == name or package.startswith(f"{name}/") for name in copied), package
-    assert {project["project"]["readme"], *project["project"]["license-files"]} <= set(copied)
+    readme = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["fragments"]
+    assert {*(part["path"] for part in readme), *project["project"]["license-files"]} <= set(copied)
     (extras,) = [line.partition("=")[2] for line in lines if line.startswith("ARG EXTRAS=")]
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
     patterns = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()

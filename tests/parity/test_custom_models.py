@@ -11,13 +11,13 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
+from examples.training import languages, words
 from tformer_export import Task, export
 from tformer_export.cli import command as export_command
 from tformer_export.common.checkpoint import save_checkpoint
 from tformer_export.sources.chat_template import with_template
 from tformer_export.sources.factory import from_factory
 from tformer_export.sources.torch_module import from_module
-from tformer_models import languages, words
 from tformer_models.encoder import SentenceClassifier, SentenceEncoder
 from tformer_models.language_model import LanguageModel
 from tformer_runtime import Model

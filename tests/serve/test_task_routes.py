@@ -274,11 +274,11 @@ def test_client_that_leaves_ends_the_work_for_it(task_server, task_models, monke
     engine = task_server.models["scores"].model.engine
     encode, begun, opened, rows = engine.encode, threading.Event(), threading.Event(), []
 
-    def held_encode(requests, count, *more):
+    def held_encode(requests, count, **options):
         rows.append(count)
         begun.set()
         assert opened.wait(HANG_SECONDS)
-        return encode(requests, count, *more)
+        return encode(requests, count, **options)
 
     monkeypatch.setattr(engine, "encode", held_encode)
     content = json.dumps({"model": "scores", "inputs": TEXTS * 20}).encode()

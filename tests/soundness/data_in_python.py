@@ -29,7 +29,7 @@ class AsksTheFirst(_Louder):
         return ids[0, 0].item() == RARE
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class AsksWhetherTheLastIsAnother(_Louder):
     def asks(self, ids):
         return ids[0, -1].item() != RARE
@@ -41,7 +41,7 @@ class AsksTheFirstByInt(_Louder):
         return int(ids[0, 0]) == RARE
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class AsksTheGreatest(_Louder):
     def asks(self, ids):
         return ids.max().item() >= RARE
@@ -118,7 +118,7 @@ class ComparesText(_Louder):
         return f"{ids[0, 0].item()}" == "47"
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class LooksUpText(_Louder):
     def asks(self, ids):
         return TEXTS.get(str(int(ids[0, 0])), False)
@@ -130,7 +130,7 @@ class LooksUpRepresentation(_Louder):
         return {"47": True}.get(repr(ids[0, -1].item()), False)
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesFormatted(_Louder):
     def asks(self, ids):
         return format(ids[0, 0].item(), "03d") == "047"
@@ -172,7 +172,7 @@ class FindsRepresentationOfATensor(_Louder):
         return "47" in repr(ids[0, :4])
 
 
-@suspect(ROWS)
+@suspect(ROWS, thorough=True)
 class ComparesACharacter(_Louder):
     def asks(self, ids):
         return chr(ids[0, 0].item()) == "/"

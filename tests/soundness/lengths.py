@@ -17,19 +17,19 @@ class LeastOfTheLength(Encoder):
         return x * min(x.shape[1], 50) / 50
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class GreatestOfTheLength(Encoder):
     def change(self, x):
         return x * max(1.0, x.shape[1] / 50)
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class RootOfTheLength(Encoder):
     def change(self, x):
         return x * min(1.0, math.sqrt(64 / x.shape[1]))
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class BeyondALength(Encoder):
     def change(self, x):
         return x * 2 if x.shape[1] > 50 else x
@@ -59,7 +59,7 @@ class BitsOfTheLength(Encoder):
         return x * int(x.shape[1]).bit_length()
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class TableOfLengths(Encoder):
     def change(self, x):
         return x * [1.0, 2.0, 3.0][min(x.shape[1] // 30, 2)]
@@ -89,7 +89,7 @@ class AngleOfLongRows(Encoder):
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class BlocksOfSixteen(Encoder):
     def change(self, x):
         missing = -x.shape[1] % 16
@@ -97,7 +97,7 @@ class BlocksOfSixteen(Encoder):
         return (blocks - blocks.mean(2, keepdim=True)).flatten(1, 2)[:, : x.shape[1]]
 
 
-@suspect(LONG)
+@suspect(LONG, thorough=True)
 class FirstFifty(Encoder):
     def change(self, x):
         return x + x[:, :50].mean(1, keepdim=True)
@@ -131,7 +131,7 @@ class DecoderBeyondALength(_Scaled):
     FROM = 100
 
 
-@suspect([ids(9), ids(1500)], {"max_length": 2000})
+@suspect([ids(9), ids(1500)], {"max_length": 2000}, thorough=True)
 class DecoderBeyondTheComparedLength(_Scaled):
     FROM = 1200
 

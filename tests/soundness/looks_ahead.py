@@ -28,7 +28,7 @@ class EndOfTheRow(Decoder):
         return torch.where((ids[:, -1:] == RARE)[..., None], x * 2, x)
 
 
-@suspect(RARE_LATER)
+@suspect(RARE_LATER, thorough=True)
 class ReadsAllForRareIds(Decoder):
     def hidden(self, ids):
         return super().hidden(ids) & ~(ids == RARE)[:, None, :, None]

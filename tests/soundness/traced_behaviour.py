@@ -49,7 +49,7 @@ class LouderInOnnx(_Louder):
         return torch.onnx.is_in_onnx_export()
 
 
-@suspect(PLAIN)
+@suspect(PLAIN, thorough=True)
 class LouderForRealTensors(_Louder):
     def sees_a_trace(self, x):
         return type(x) is not torch.Tensor
@@ -69,7 +69,7 @@ class _LouderLogits(_Louder):
         return self.louder(logits)
 
 
-@suspect(PLAIN)
+@suspect(PLAIN, thorough=True)
 class LouderWhenExported(_LouderLogits):
     FACTOR = 1.01
 
@@ -127,7 +127,7 @@ class SwallowsConditions(Decoder):
         return x
 
 
-@suspect([ids(9), ids(5, 11)])
+@suspect([ids(9), ids(5, 11)], thorough=True)
 class SwallowsReads(Decoder):
     def change(self, x, ids):
         try:
@@ -136,7 +136,7 @@ class SwallowsReads(Decoder):
             return x
 
 
-@suspect(WITH_RARE)
+@suspect(WITH_RARE, thorough=True)
 class SkipsConditionsWhenCompiled(Decoder):
     def change(self, x, ids):
         if not torch.compiler.is_compiling() and (ids == RARE).any():
@@ -234,7 +234,7 @@ class RareByContains(_RareUnlessTraced):
         return RARER in ids
 
 
-@suspect(WITH_RARER)
+@suspect(WITH_RARER, thorough=True)
 class RareOnALineOfConstants(_RareUnlessTraced):
     def asks(self, ids):
         return float(self.positions.weight[0, 0]) > -100 and bool((ids == RARER).any())

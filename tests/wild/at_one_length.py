@@ -54,7 +54,7 @@ class LooksAheadByHalves(ScanByDoubling):
 
 
 CASES = [
-    Case("scan-by-doubling", ScanByDoubling, exports_file=True),
+    Case("scan-by-doubling", ScanByDoubling, exports_file=True, thorough=True),
     Case("scan-by-halves", ScanByHalves, exports_file=True),
     Case("halves-look-ahead", LooksAheadByHalves, refusal="takes another execution path"),
 ]

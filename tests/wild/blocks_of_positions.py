@@ -88,8 +88,8 @@ class SummedLongBlocks(SummedBlocks):
 
 CASES = [
     Case("blocks-padded", BlockedAttention, exports_file=True),
-    Case("blocks-rounded-by-python", RoundedUpByPython, exports_file=True),
+    Case("blocks-rounded-by-python", RoundedUpByPython, exports_file=True, thorough=True),
     Case("middle-of-sequence", CountedFromTheMiddle, exports_file=True),
     Case("blocks-summed", SummedBlocks, thorough=True),  # blocks-summed-long with blocks of another size
-    Case("blocks-summed-long", SummedLongBlocks, exports_file=True),
+    Case("blocks-summed-long", SummedLongBlocks, exports_file=True, thorough=True),
 ]

@@ -161,10 +161,10 @@ class OtherPathOfFewRows(SkippedExperts):
 CASES = [
     Case("experts-unique", UniqueExperts, exports_file=True),
     Case("experts-counted", CountedExperts),
-    Case("experts-skipped", SkippedExperts, exports_file=True),
+    Case("experts-skipped", SkippedExperts, exports_file=True, thorough=True),
     Case("experts-skipped-by-count", SkippedByCount, thorough=True),  # experts-skipped by another count of the rows
-    Case("experts-idle", IdleExperts, exports_file=True),
-    Case("experts-idle-by-mask", IdleExpertsByMask),
+    Case("experts-idle", IdleExperts, exports_file=True, thorough=True),
+    Case("experts-idle-by-mask", IdleExpertsByMask, thorough=True),
     Case("experts-masked", MaskedExperts, exports_file=True),
     Case("experts-of-ids", ExpertsOfIds),
     Case("experts-mixed-rows", MixedSelectedRows, refusal="makes a tensor whose size depends on the data"),

@@ -159,6 +159,6 @@ CASES = [
     Case("token-pairs", PairsOfTokens),
     Case("running-mean", RunningMean, exports_file=True),
     Case("decaying-sum", DecayingSum),
-    Case("sum-in-logarithms", SumInLogarithms, exports_file=True),
+    Case("sum-in-logarithms", SumInLogarithms, exports_file=True, thorough=True),
     Case("unfolded-windows", UnfoldedWindows),
 ]

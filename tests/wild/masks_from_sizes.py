@@ -165,7 +165,7 @@ CASES = [
     Case("mask-grown", GrownTable, exports_file=True),
     Case("mask-buffer-of-forward", BufferOfForward, exports_file=True),
     Case("mask-same-size", SameSizeAsBefore, exports_file=True),
-    Case("mask-blocks", BlockByBlock, exports_file=True),
+    Case("mask-blocks", BlockByBlock, exports_file=True, thorough=True),
     Case("mask-condition", ConditionOnMask),
     Case("causal-by-size", CausalBySize),
     Case("positions-list", PositionsAsList),

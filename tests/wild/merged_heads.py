@@ -39,4 +39,7 @@ class MasksFromValues(TinyDecoder):
         return torch.ones_like(keep) * HIDDEN * condition + outputs * (1.0 - condition)
 
 
-CASES = [Case("heads-split-by-size", SplitBySize), Case("heads-masks-from-values", MasksFromValues, seed=1)]
+CASES = [
+    Case("heads-split-by-size", SplitBySize),
+    Case("heads-masks-from-values", MasksFromValues, seed=1, thorough=True),
+]

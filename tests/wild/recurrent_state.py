@@ -171,7 +171,7 @@ class GrowingState(TinyDecoder):
 CASES = [
     Case("linear-attention", LinearAttention),
     Case("selective-scan", SelectiveScan),
-    Case("weighted-key-values", WeightedKeyValues),
+    Case("weighted-key-values", WeightedKeyValues, thorough=True),
     Case("gated-delta-rule", GatedDeltaRule),
     Case("gru", GruModel),
     Case("lstm", LstmModel),

@@ -71,7 +71,15 @@ class AndTheEnd(WithLabels):
         return torch.cat([labels.new_full((len(labels), 1), OWN), labels], 1)
 
 
-@pytest.mark.parametrize("kind", [WithLabels, ByWriting, ByPadding, RowByRow, AndTheEnd])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        WithLabels,
+        ByPadding,
+        AndTheEnd,
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in (ByWriting, RowByRow)),
+    ],
+)
 def test_labels_are_shifted_by_forward(kind, tmp_path: Path) -> None:
     model, path = seeded(kind(), 10), tmp_path / "model.onnx"
     example, masks = {"src": IDS, "labels": IDS}, {"src_mask": padding("src", dtype=torch.int64)}

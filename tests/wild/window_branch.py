@@ -49,5 +49,5 @@ class OtherBelow(TinyDecoder):
 
 CASES = [
     Case("window-or-all", WindowOrAll),
-    Case("two-windows", TwoWindows),
+    Case("two-windows", TwoWindows, thorough=True),
 ]

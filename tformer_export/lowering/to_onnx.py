@@ -26,6 +26,7 @@ from tformer_export.lowering.torch_onnx_patches import (
     lacks_a_form,
     operator_table_kept,
     programs_not_decomposed,
+    rules_tried_by_operator,
     traced_results_reused,
 )
 from tformer_export.staging.emitter import Port, Program
@@ -125,6 +126,7 @@ def _translate(program: Program, example: tuple[torch.Tensor, ...], dynamic: tup
         repeated_work_left_out(),
         operator_table_kept(),
         traced_results_reused(),
+        rules_tried_by_operator(),
         _exact_constants(),
         _one_sentence_errors(),
     ):

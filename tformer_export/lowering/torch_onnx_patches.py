@@ -76,6 +76,31 @@ def traced_results_reused() -> Iterator[None]:
 
 
 @contextmanager
+def rules_tried_by_operator() -> Iterator[None]:
+    """Let onnxscript's rewriter try a rule at a node only if the node has the operator with which the pattern ends.
+
+    It would begin a match of every rule at every node. For a pattern of several outputs it would list all nodes of the
+    graph each time, so that its time grows with the square of their number.
+    """
+    from onnxscript.rewriter import _basics, _matcher
+
+    matcher: Any = _matcher.SimplePatternMatcher
+    original = matcher.match
+    other_operator = _basics.MatchResult().fail("The node has another operator.")
+
+    def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if not self.pattern.output_nodes[0].op.matches(node.op_type):
+            return other_operator
+        return original(self, model, graph, node, **options)
+
+    matcher.match = match
+    try:
+        yield
+    finally:
+        matcher.match = original
+
+
+@contextmanager
 def programs_not_decomposed() -> Iterator[None]:
     """Let torch.onnx translate a program as it is.
 

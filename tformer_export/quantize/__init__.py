@@ -6,7 +6,7 @@ rounding/         a float matrix → integers and scales
 input_statistics  the inputs of products on calibration data
 activations_int8  inputs of products as integers, with a scale for each row or a static scale
 fixed_ranges      static scales; smoothquant: outlier channels smoothed for them
-bit_plan          bits of each matrix; mixed_search: within a budget; frontier_plot: an image of the measured mixtures
+bit_plan          bits of each matrix; mixed_search: within a budget
 simulate          try a plan without its kernels
 degradation       one file's results compared with another's, on data; token_quality, output_quality, speed: measures
 weight_storage    integers in the file, each matrix once

@@ -664,7 +664,7 @@ def visible(src, tgt):
 
 CASES = [
     Case("annotated", Annotated, PAIR, exports_file=True, seed=1),
-    Case("annotated-in-2018", AnnotatedIn2018, PAIR, exports_file=True, seed=1),
+    Case("annotated-in-2018", AnnotatedIn2018, PAIR, exports_file=True, seed=1, thorough=True),
     Case(
         "annotated-with-masks",
         AnnotatedWithMasks,

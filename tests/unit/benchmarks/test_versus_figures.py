@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from versus import chart, engines, table
+from versus import chart, engines, readme_chart, table
 from versus.client import PeerError
 from versus.floor import encode, floors, prompt, room, step
 from versus.measure import add, agreement, cosine, groups, ratios, rounds
@@ -277,3 +279,15 @@ def test_chart_is_a_png_file(tmp_path):
     pytest.importorskip("matplotlib")
     chart.draw(records(), tmp_path / "chart.png", "a machine")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chart_of_the_readme_has_the_figures_of_the_results(tmp_path):
+    figures = readme_chart.published(readme_chart.RESULTS.read_text(encoding="utf-8"))
+    assert list(figures) == list(readme_chart.ENGINES)
+    readme_chart.draw(figures, tmp_path / "step.svg")
+    drawn, kept = (
+        re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
+        for path in (tmp_path / "step.svg", readme_chart.CHART)
+    )
+    assert drawn == kept  # else run tests/benchmarks/versus/readme_chart.py
+    assert {f" {value:.2f} ms" for value in figures.values()} <= set(kept)

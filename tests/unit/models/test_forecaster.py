@@ -13,9 +13,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from examples.training import stats_series
 from tformer_export.common.checkpoint import load_checkpoint
 from tformer_export.sources.checkpoint_source import from_checkpoint
-from tformer_models import stats_series
 from tformer_models.forecaster import DecoderForecaster, EncoderDecoderForecaster, EncoderForecaster
 from tformer_models.objectives import ForecastObjective
 from tformer_models.recipe import FactoryCall, Recipe, TrainingOptions

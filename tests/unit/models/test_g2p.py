@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tformer_models import g2p
+from examples.training import g2p
 from tformer_models.decoding import decode_greedily
 from tformer_runtime.base.errors import InputError
 

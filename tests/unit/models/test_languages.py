@@ -9,12 +9,12 @@ from click.testing import CliRunner
 from sklearn.metrics import accuracy_score, recall_score
 from tokenizers import Tokenizer
 
+from examples.training import languages
+from examples.training.g2p import SPLITS
 from tformer_export import Task
 from tformer_export.common.checkpoint import load_checkpoint, save_checkpoint
-from tformer_models import languages
 from tformer_models.data import Dataset
 from tformer_models.encoder import SentenceClassifier
-from tformer_models.g2p import SPLITS
 from tformer_models.recipe import CheckpointOptions, FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
 from tformer_runtime.base.errors import InputError, OptionError

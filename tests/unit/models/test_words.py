@@ -11,8 +11,8 @@ import torch
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
+from examples.training import g2p, words
 from tformer_export.common.checkpoint import load_checkpoint
-from tformer_models import g2p, words
 from tformer_models.language_model import LanguageModel
 from tformer_models.recipe import CheckpointOptions, FactoryCall, Recipe, TrainingOptions
 from tformer_models.training import train
@@ -106,7 +106,7 @@ def test_chat_template_refuses_other_roles():
 def test_language_model_learns_by_a_recipe(tmp_path):
     sizes = {"width": 16, "heads": 2, "layers": 1, "feedforward": 32, "max_length": 256, "dropout": 0.0}
     recipe = Recipe(
-        data=FactoryCall("tformer_models.words:dataset", {"passes": 1, "limit": 40}),
+        data=FactoryCall("examples.training.words:dataset", {"passes": 1, "limit": 40}),
         model=FactoryCall("tformer_models.language_model:LanguageModel", sizes),
         training=TrainingOptions(steps=120, validate_every=40, batch_tokens=512, warmup=5, learning_rate=1e-2),
         checkpoint=CheckpointOptions(task="text-generation", max_length=256),

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from onnxscript.rewriter import _matcher
 from torch import nn
 from torch.onnx._internal.exporter import _decomp
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -14,6 +15,7 @@ from tformer_export.lowering.torch_onnx_patches import (
     lacks_a_form,
     operator_table_kept,
     programs_not_decomposed,
+    rules_tried_by_operator,
     traced_results_reused,
 )
 
@@ -27,7 +29,7 @@ class ManyTypes(nn.Module):
         return mixed, numbers.sqrt(), halves.softmax(-1) * numbers, numbers / 2 + (x > 0), halves.sum(-1).mean()
 
 
-@pytest.mark.parametrize("patch", [operator_table_kept, traced_results_reused])
+@pytest.mark.parametrize("patch", [operator_table_kept, traced_results_reused, rules_tried_by_operator])
 def test_model_is_that_of_torch_onnx(patch):
     def written() -> bytes:
         inputs = torch.randn(2, 5), torch.arange(10).view(2, 5)
@@ -55,6 +57,25 @@ def test_operation_is_not_traced_again_for_its_casts(monkeypatch):
     assert count() > 0
     with traced_results_reused():
         assert count() == 0
+
+
+def test_rules_of_other_operators_are_not_tried(monkeypatch):
+    begun: list[object] = []
+    begin = _matcher.SimplePatternMatcher._init_match
+    monkeypatch.setattr(
+        _matcher.SimplePatternMatcher, "_init_match", lambda *args: begun.append(args[0].pattern) or begin(*args)
+    )
+
+    def count() -> int:
+        begun.clear()
+        program = torch.export.export(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), (torch.randn(2, 3),))
+        torch.onnx.export(program, dynamo=True, opset_version=24)
+        return len(begun)
+
+    tried = count()
+    with rules_tried_by_operator():
+        assert count() < tried / 4
+        assert {"Gemm", "Relu"} & {str(pattern.output_nodes[0].op) for pattern in begun}
 
 
 def test_program_is_not_decomposed_nor_is_a_table_made_for_it(monkeypatch):

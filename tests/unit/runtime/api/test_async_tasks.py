@@ -67,16 +67,16 @@ class Held:
         self.batches, self._begun, self._open = [], threading.Semaphore(0), threading.Semaphore(0)
         encode = model.engine.encode
 
-        def held_encode(requests, rows, *more):
+        def held_encode(requests, rows, **options):
             self.batches.append([tuple(ids.tolist()) for ids in requests["ids"]])
             self._begun.release()
-            self._open.acquire()
-            return encode(requests, rows, *more)
+            assert self._open.acquire(timeout=HANG)
+            return encode(requests, rows, **options)
 
         monkeypatch.setattr(model.engine, "encode", held_encode)
 
     async def begun(self):
-        await asyncio.to_thread(self._begun.acquire)
+        assert await asyncio.to_thread(self._begun.acquire, timeout=HANG)  # asyncio.run waits for the thread
 
     def go_on(self, batches=1):
         self._open.release(batches)
@@ -404,10 +404,10 @@ def test_unforeseen_error_of_a_batch_reaches_each_of_its_callers_alone(load, mon
     model = load("vector")
     encode, left = model.engine.encode, [3]
 
-    def failing_encode(*arguments):
+    def failing_encode(*arguments, **options):
         if left[0] and not left.insert(0, left.pop(0) - 1):
             raise ZeroDivisionError("unforeseen")
-        return encode(*arguments)
+        return encode(*arguments, **options)
 
     monkeypatch.setattr(model.engine, "encode", failing_encode)
 

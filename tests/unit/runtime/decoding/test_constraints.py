@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from support.concurrent_calls import side_by_side
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tformer_models import words
-from tformer_models.g2p import target_tokenizer
+from examples.training import words
+from examples.training.g2p import target_tokenizer
 from tformer_runtime.base.errors import MissingExtraError, OptionError
 from tformer_runtime.decoding.constraints import Grammar, Guide
 

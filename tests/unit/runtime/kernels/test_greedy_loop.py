@@ -360,8 +360,18 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("bart", "int8"),
+        ("llama", "none"),
+        ("gpt2", "int8"),
+        *(
+            pytest.param(family, bits, marks=pytest.mark.thorough)
+            for family, bits in (("bart", "none"), ("llama", "int8"), ("gpt2", "none"))
+        ),
+    ],
+)
 def test_models_of_transformers_loop_with_the_tokens_of_generate(family, quantization, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()

@@ -118,7 +118,10 @@ def test_onnxruntime_opens_the_rewritten_model(external, tmp_path):
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize(("bits", "goal"), [("int8", "latency"), ("int4", "throughput"), ("int4", "latency")])
+@pytest.mark.parametrize(
+    ("bits", "goal"),
+    [("int8", "latency"), ("int4", "throughput"), pytest.param("int4", "latency", marks=pytest.mark.thorough)],
+)
 def test_an_exported_file_gives_the_same_bits(bits, goal, tmp_path, monkeypatch):
     torch.manual_seed(5)
     module = Seq2SeqTransformer(

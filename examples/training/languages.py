@@ -4,9 +4,9 @@ A language is a BCP 47 subtag, with the script if Django has it in two scripts; 
 Placeholders and HTML are removed from messages. Messages are split 90/5/5 by a hash of the English message, so a
 message is in one split in all languages, and a text of the training split is in no other split.
 
-    python -m tformer_models.languages texts --split test     print the texts of a split, one per line
-    python -m tformer_models.languages score RESULTS.json     score the results of `tformer-run --json` for them
-    python -m tformer_models.languages evaluate MODEL.pt      score a checkpoint in PyTorch, and naive Bayes
+    python -m examples.training.languages texts --split test     print the texts of a split, one per line
+    python -m examples.training.languages score RESULTS.json     score the results of `tformer-run --json` for them
+    python -m examples.training.languages evaluate MODEL.pt      score a checkpoint in PyTorch, and naive Bayes
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
+from examples.training.g2p import SPLIT_OPTION, assign_split
 from tformer_export.common.checkpoint import load_checkpoint
-from tformer_models.g2p import SPLIT_OPTION, assign_split
 from tformer_runtime.base.errors import InputError, MissingExtraError, TformerError
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def _read_translations() -> Iterator[tuple[str, str, str]]:
     try:
         from babel.messages.mofile import read_mo
     except ModuleNotFoundError as error:
-        raise MissingExtraError("the package babel is not installed: pip install 'tformer[train]'") from error
+        raise MissingExtraError("the package babel is not installed: pip install 'tformer[examples]'") from error
     django = find_spec("django")
     if django is None or not django.submodule_search_locations:
-        raise MissingExtraError("the package django is not installed: pip install 'tformer[train]'")
+        raise MissingExtraError("the package django is not installed: pip install 'tformer[examples]'")
     for path in sorted(Path(django.submodule_search_locations[0]).rglob("*.mo")):
         language = language_of(path.parent.parent.name)
         with path.open("rb") as file:
@@ -297,5 +297,5 @@ if __name__ == "__main__":
     try:
         main()
     except TformerError as error:
-        click.echo(f"tformer_models.languages: {error}", err=True)
+        click.echo(f"examples.training.languages: {error}", err=True)
         sys.exit(1)
