@@ -95,7 +95,7 @@ def test_classify_labels_as_transformers(tmp_path) -> None:
 
 def test_transcription_is_that_of_transformers(tmp_path) -> None:
     tiny_whisper.write_folder(tmp_path / "model")
-    recording, samples = tmp_path / "recording.wav", tiny_whisper.(0.9, 1)
+    recording, samples = tmp_path / "recording.wav", tiny_whisper.random_audio(0.9, 1)
     soundfile.write(recording, samples, tiny_whisper.RATE, subtype="FLOAT")
     result = transcribe.transcribe(str(tmp_path / "model"), recording, tmp_path / "transcribe.onnx", "none")
     processor = tiny_whisper.seeded_processor()
