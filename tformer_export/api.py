@@ -142,7 +142,7 @@ def export(
     )
     out = _check_outputs(path, options, force)
     call = {"masks": masks, "axes": axes, "fixed_arguments": fixed_arguments, "output": output, "head": head}
-    source, tokenizer = _source(model, example, step_input, call, tokenizer, series, image_size)
+    source, tokenizer = _source(model, example, step_input, call, tokenizer, series, preprocessor, image_size)
     overrides = SourceOverrides.of(
         task,
         tokenizer=tokenizer,
@@ -198,6 +198,7 @@ def _source(
     call: Mapping[str, Any],
     tokenizer: Tokenizers | None,
     series: Mapping[str, Any] | None,
+    preprocessor: Any,
     image_size: tuple[int, int] | None,
 ) -> tuple[Source, Tokenizers | None]:
     """Return the source of a model, and the tokenizer unless the source holds it. call: arguments of `from_module`."""
@@ -220,9 +221,20 @@ def _source(
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
-        source, unread = from_module(model, example, step_input, series=series, **call), []
+        axes = {**_image_axes(preprocessor, example, step_input), **(call["axes"] or {})} or None
+        source, unread = from_module(model, example, step_input, series=series, **{**call, "axes": axes}), []
     if image_size is not None:
         raise OptionError("image_size is for a transformers model in memory: give that of a folder to load_source")
     if unread:
         raise OptionError(f"{', '.join(unread)} is read together with an example of the inputs: give one")
     return source, tokenizer
+
+
+def _image_axes(preprocessor: Any, example: Mapping[str, Any], step_input: str | None) -> dict[str, tuple[int]]:
+    """Return the free axes of the inputs that a preprocessor makes: the batch, because all images get one size."""
+    if preprocessor is None or not isinstance(example, Mapping):
+        return {}
+    if isinstance(preprocessor, Mapping):
+        return {name: (0,) for name in preprocessor if name in example}
+    names = [name for name in example if name != step_input]
+    return {names[0]: (0,)} if len(names) == 1 else {}

@@ -303,6 +303,32 @@ def test_custom_model_matches_pillow_and_pytorch_for_each_input_type(custom, ima
             np.testing.assert_allclose(list(actual.scores.values()), expected, atol=1e-5)
 
 
+class Convolved(nn.Module):
+    """Patches by a convolution, which runs for images of other heights and widths, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Conv2d(3, 16, 8, 8), nn.Linear(16, 2)
+
+    def forward(self, pixels):
+        return self.head(self.embed(pixels).flatten(2).relu().mean(2))
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_module_for_any_size_gets_images_of_one_size(by_name, image_files, tmp_path):
+    torch.manual_seed(6)
+    module, path = Convolved().eval(), tmp_path / "own.onnx"
+    prepare = image(size=(24, 32), mean=[0.5] * 3, std=[0.5] * 3)
+    example, task = {"pixels": torch.randn(2, 3, 24, 32)}, Task("image-classification", labels=["a", "b"])
+    export(module, path, example, preprocessor={"pixels": prepare} if by_name else prepare, task=task)
+    model = Model.load(path, "cpu")
+    pixels = np.random.default_rng(0).standard_normal((3, 24, 32)).astype(np.float32)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(pixels)[None])[0].softmax(-1)
+    (actual, _) = model.classify([pixels, image_files["photo.jpg"]])
+    np.testing.assert_allclose(list(actual.scores.values()), expected, atol=1e-5)
+
+
 def test_images_are_read_one_batch_at_a_time(custom, image_files):
     _, path, _ = custom
     requested = []
