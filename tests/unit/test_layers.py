@@ -133,7 +133,7 @@ LISTS_MODULES = (
             "verify",
         )
     ),
-    "runtime/tformer_runtime/distributed",
+    *(f"runtime/tformer_runtime/{folder}" for folder in ("decoding/options", "decoding/rules", "distributed")),
     *(f"runtime/tformer_serve{folder}" for folder in ("", "/middleware", "/ray", "/routes", "/schemas")),
 )
 
