@@ -12,7 +12,7 @@ from tformer_serve.client_inputs import checked_input
 from tformer_serve.errors import ApiError
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, on_body
-from tformer_serve.event_stream import all_of
+from tformer_serve.responses.event_stream import all_of
 from tformer_serve.state import ServerState
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from tformer_runtime.tasks.base import numbers_of
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
 from tformer_serve.request_context import context_of
-from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response
-from tformer_serve.event_stream import while_connected
+from tformer_serve.responses.answers import MAX_ANSWER_NUMBERS, json_response
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import EmbeddingRequest
 from tformer_serve.state import State

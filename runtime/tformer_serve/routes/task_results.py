@@ -13,8 +13,8 @@ from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_serve.calls import single_pass_results
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import context_of, on_body
-from tformer_serve.answers import json_response, new_answer
-from tformer_serve.event_stream import while_connected
+from tformer_serve.responses.answers import json_response, new_answer
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.schemas.single_pass import TaskRequest
 from tformer_serve.state import ServerState
 

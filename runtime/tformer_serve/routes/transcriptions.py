@@ -19,9 +19,9 @@ from tformer_runtime.tasks import Segment, Transcription, is_speech_to_text
 from tformer_serve.errors import ApiError
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, context_of, on_body, run_limited
-from tformer_serve.answers import json_response
-from tformer_serve.event_stream import while_connected
-from tformer_serve.subtitles import phrases, srt, vtt
+from tformer_serve.responses.answers import json_response
+from tformer_serve.responses.event_stream import while_connected
+from tformer_serve.responses.subtitles import phrases, srt, vtt
 from tformer_serve.schemas.forms import read_form
 from tformer_serve.schemas.transcriptions import TranscriptionRequest
 from tformer_serve.state import State
