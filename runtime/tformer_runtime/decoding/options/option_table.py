@@ -71,7 +71,7 @@ class GenerationOptionSpec(msgspec.Struct, frozen=True):
     flag: the name on the command line, if it differs from the option's.
     flag_help: the help text of the flag, for a flag that sets another value than its own.
     json_only: whether `tformer-run` shows it in the results of --json alone.
-    in_transformers: whether transformers' GenerationConfig has it, with the same meaning in all modes.
+    in_transformers: whether the exporter copies it from transformers' GenerationConfig, whatever else that sets.
     web: the advice for the option in browsers, if their runtime lacks it.
     not_in_json: for a value that neither a file nor a request can hold: its kind, and the advice for a request.
     """
