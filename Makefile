@@ -13,6 +13,7 @@
 # make fuzz         look for input that ends in a traceback, a crash or a hang, for MINUTES=10
 # make check        lint and type check
 # make audit        compare constraints.txt with the known vulnerabilities that PyPI lists
+# make options      write the files that repeat the table of generation options
 # make hooks        run lint and type checks before each commit (pre-commit)
 # make web          check, build and test the package for browsers and Node in runtime/web
 # make web-demo     serve a page at http://127.0.0.1:8081 in which the checkpoints run, without a server
@@ -40,7 +41,7 @@ PIP_OF_PEER = $(@D)/bin/python -m pip --disable-pip-version-check install --cons
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo node-client kernels kernels-emulated kernels-sanitize kernels-sanitize-chains kernels-arm test test-avx2 test-ray thorough fuzz \
-  check audit hooks web web-demo docs docs-check evaluate bench bench-quick wild wild-repositories clean
+  check options audit hooks web web-demo docs docs-check evaluate bench bench-quick wild wild-repositories clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -173,6 +174,9 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+options: $(READY)
+	$(BIN)/python runtime/write_options.py
 
 audit:
 	$(PYTHON) .ci/audit

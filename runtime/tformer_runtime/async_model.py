@@ -44,22 +44,10 @@ from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.engine.memory_budget import MemoryShare
 from tformer_runtime.format.manifest import ADAPTER_INPUT
 from tformer_runtime.model import Model
+from tformer_runtime.model_calls import ANSWER, CLASSIFY, EMBED, ENTITIES, FILL, PREDICT, TRANSCRIBE, TaskCall
 from tformer_runtime.preprocess.chat_template import Message, Tools
 from tformer_runtime.preprocess.inputs import Input, Value
-from tformer_runtime.tasks import (
-    Answer,
-    Classification,
-    Classifier,
-    CtcRecognition,
-    Features,
-    Filled,
-    FillMask,
-    QuestionAnswering,
-    Span,
-    TokenClassification,
-    Transcription,
-    is_speech_to_text,
-)
+from tformer_runtime.tasks import Answer, Classification, Filled, Span, Transcription, is_speech_to_text
 from tformer_runtime.tasks.forecasting import ForecastRequest
 from tformer_runtime.tasks.given_tokens import GivenTokens
 from tformer_runtime.tasks.single_pass import SinglePassCall, SinglePassRequest, check_numbers, single_pass_queue
@@ -69,7 +57,7 @@ MAX_LOOP_CHARS = 2_000  # a longer text is read in another thread than the event
 MAX_LOOP_IDS = 2_000  # so are more ids, and any other input
 MAX_LOOP_VALUES = 10_000  # results of more numbers are made in another thread
 
-ReadingT = TypeVar("ReadingT")
+ResultT = TypeVar("ResultT")
 JobT = TypeVar("JobT", bound=Job)
 
 
@@ -233,19 +221,14 @@ class AsyncModel:
         if is_speech_to_text(self.model.manifest):
             next(self.model.predict([], truncate=truncate, adapter=adapter, **settings), None)  # checks the options
             return await self.transcribe(input, deadline, **settings)
-        return await self._predict(
-            self.model.calls.single_pass("predict", settings, truncate, adapter), input, deadline
-        )
+        return await self._predict(PREDICT, settings, input, deadline, truncate, adapter)
 
     async def embed(
         self, input: Input, deadline: float | None = None, truncate: bool = False, adapter: str | None = None
     ) -> npt.NDArray[np.float32]:
         """Return the vector of an input, (d,), as `Model.embed` does."""
-        call = self.model.calls.single_pass("embed", {}, truncate, adapter, Features)
-        assert isinstance(call.task, Features)
-        call.task.must_pool("embed()")
-        vector: npt.NDArray[np.float32] = await self._predict(call, input, deadline)
-        return vector
+        self.model.calls.vector_size()  # checks the model
+        return await self._predict(EMBED, {}, input, deadline, truncate, adapter)
 
     async def classify(
         self,
@@ -256,9 +239,7 @@ class AsyncModel:
         adapter: str | None = None,
     ) -> Classification:
         """Return the labels of an input and their probabilities, as `Model.classify` does."""
-        call = self.model.calls.single_pass("classify", {"top_k": top_k}, truncate, adapter, Classifier)
-        result: Classification = await self._predict(call, input, deadline)
-        return result
+        return await self._predict(CLASSIFY, {"top_k": top_k}, input, deadline, truncate, adapter)
 
     async def entities(
         self,
@@ -272,9 +253,7 @@ class AsyncModel:
     ) -> list[Span]:
         """Return the labelled spans of a text, as `Model.entities` does."""
         settings = {"aggregation": aggregation, "ignore_labels": ignore_labels, "doc_stride": doc_stride}
-        call = self.model.calls.single_pass("label spans", settings, truncate, adapter, TokenClassification)
-        spans: list[Span] = await self._predict(call, text, deadline)
-        return spans
+        return await self._predict(ENTITIES, settings, text, deadline, truncate, adapter)
 
     async def answer(
         self,
@@ -295,9 +274,7 @@ class AsyncModel:
             "max_seq_len": max_seq_len,
             "doc_stride": doc_stride,
         }
-        call = self.model.calls.single_pass("answer", settings, False, adapter, QuestionAnswering)
-        answer: Answer = await self._predict(call, pair, deadline)
-        return answer
+        return await self._predict(ANSWER, settings, pair, deadline, adapter=adapter)
 
     async def fill(
         self,
@@ -310,9 +287,7 @@ class AsyncModel:
     ) -> Filled:
         """Return the most probable tokens for each mask of a text, as `Model.fill` does."""
         settings = {"top_k": top_k, "candidate_tokens": candidate_tokens}
-        call = self.model.calls.single_pass("fill", settings, truncate, adapter, FillMask)
-        filled: Filled = await self._predict(call, text, deadline)
-        return filled
+        return await self._predict(FILL, settings, text, deadline, truncate, adapter)
 
     async def transcribe(self, audio: Any, deadline: float | None = None, **settings: Any) -> Transcription:
         """Return the transcription of a recording, as `Model.transcribe` does.
@@ -326,9 +301,7 @@ class AsyncModel:
             return await self._transcribe_by_generation(
                 audio, deadline, model.calls.transcriber.task.settings(settings)
             )
-        call = model.calls.single_pass("transcribe", settings, kind=CtcRecognition)
-        transcription: Transcription = await self._predict(call, audio, deadline)
-        return transcription
+        return await self._predict(TRANSCRIBE, settings, audio, deadline)
 
     async def forecast(
         self,
@@ -390,7 +363,9 @@ class AsyncModel:
         call = partial(self.model.calls.attentions, input, truncate, adapter, **settings)
         return await self._read_tokens(call, input, deadline)
 
-    async def run(self, call: SinglePassCall, input: Any, deadline: float | None = None) -> tuple[Any, int]:
+    async def run(
+        self, call: SinglePassCall[ResultT], input: Any, deadline: float | None = None
+    ) -> tuple[ResultT, int]:
         """Run a call of `ModelCalls.single_pass` on one input. Return its result, and the number of ids of the input.
 
         The settings of a call are checked once, for any number of inputs.
@@ -402,7 +377,7 @@ class AsyncModel:
             await self._compute("single pass", queue, requests, ends_at)
             outputs = [request.outputs or () for request in requests]
 
-            def make_result() -> Any:
+            def make_result() -> ResultT:
                 check_numbers(requests)
                 return call.result(reading, outputs)
 
@@ -410,15 +385,25 @@ class AsyncModel:
             result = await asyncio.to_thread(make_result) if is_large else make_result()
             return result, call.num_ids(reading)
 
-    async def _predict(self, call: SinglePassCall, input: Any, deadline: float | None) -> Any:
-        return (await self.run(call, input, deadline))[0]
+    async def _predict(
+        self,
+        call: TaskCall[ResultT],
+        settings: Mapping[str, Any],
+        input: Any,
+        deadline: float | None,
+        truncate: bool = False,
+        adapter: str | None = None,
+    ) -> ResultT:
+        """Run a call on one input. settings: of its task."""
+        result, _ = await self.run(self.model.calls.single_pass(call, settings, truncate, adapter), input, deadline)
+        return result
 
-    def _single_pass_queue(self, call: SinglePassCall, memory: MemoryShare) -> BatchQueue[SinglePassRequest]:
+    def _single_pass_queue(self, call: SinglePassCall[Any], memory: MemoryShare) -> BatchQueue[SinglePassRequest]:
         return single_pass_queue(self.model.engine, self._max_batch_size, memory, call.select_outputs)
 
     async def _read_tokens(
-        self, make_call: Callable[[], GivenTokens[ReadingT]], input: Any, deadline: float | None
-    ) -> ReadingT:
+        self, make_call: Callable[[], GivenTokens[ResultT]], input: Any, deadline: float | None
+    ) -> ResultT:
         async with self._place(deadline) as ends_at:
             call = await self._read(make_call, input, ends_at)
             await self._compute("given tokens", self.model.calls.token_reader.queue, [call], ends_at)
@@ -512,7 +497,7 @@ class AsyncModel:
     def _new_share(self) -> MemoryShare:
         return self.model.budget.new_share(blocking=False)
 
-    async def _read(self, read: Callable[[], ReadingT], input: Any, ends_at: float | None) -> ReadingT:
+    async def _read(self, read: Callable[[], ResultT], input: Any, ends_at: float | None) -> ResultT:
         """Read an input: a short text or few ids at once, and any other in a thread, because it may take long."""
         manifest = self.model.manifest
         if not manifest.preprocessing and _is_short(input, bool(manifest.tokenizer_of)):
@@ -520,7 +505,7 @@ class AsyncModel:
         return await self._in_thread(read, ends_at)
 
     @staticmethod
-    async def _in_thread(function: Callable[[], ReadingT], ends_at: float | None) -> ReadingT:
+    async def _in_thread(function: Callable[[], ResultT], ends_at: float | None) -> ResultT:
         """Call a function in a thread. After the deadline its result is lost."""
         async with _until(ends_at):
             return await asyncio.to_thread(function)

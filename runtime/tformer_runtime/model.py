@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,25 +26,24 @@ from tformer_runtime.engine.engine import Engine
 from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.format.info import file_info
 from tformer_runtime.format.manifest import CROSS_ATTENTIONS, HIDDEN_STATES, Manifest
-from tformer_runtime.model_calls import ModelCalls
+from tformer_runtime.model_calls import (
+    ANSWER,
+    CLASSIFY,
+    EMBED,
+    ENTITIES,
+    FILL,
+    PREDICT,
+    TRANSCRIBE,
+    ModelCalls,
+    TaskCall,
+)
 from tformer_runtime.preprocess.chat_template import Message, Template, Tools, conversation, template_of
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
-from tformer_runtime.tasks import (
-    Answer,
-    Classification,
-    Classifier,
-    CtcRecognition,
-    Features,
-    Filled,
-    FillMask,
-    QuestionAnswering,
-    Span,
-    TokenClassification,
-    Transcription,
-    is_speech_to_text,
-)
+from tformer_runtime.tasks import Answer, Classification, Filled, Span, Transcription, is_speech_to_text
 from tformer_runtime.tasks.single_pass import run_single_pass
+
+ResultT = TypeVar("ResultT")
 
 MAX_KEPT_SETTINGS = 64
 _CACHEABLE_TYPES = (int, float, bool, type(None))  # of options whose settings are kept: small and without state
@@ -407,7 +406,7 @@ class Model:
                 )
             self.manifest.adapter_number(adapter)
             return self.calls.transcriber.transcribe_all(inputs, batch_size, workers, self._index_offset, settings)
-        call = self.calls.single_pass("predict", settings, truncate, adapter)
+        call = self.calls.single_pass(PREDICT, settings, truncate, adapter)
         readings = (partial(call.read, input) for input in inputs)
         outputs = run_single_pass(self.engine, readings, batch_size, workers, self._index_offset, call.select_outputs)
         return (call.result(reading, values) for reading, values in outputs)
@@ -424,10 +423,8 @@ class Model:
 
         Raise UnsupportedCallError for a model of another task, or without pooling.
         """
-        task = self.calls.task("embed", Features)
-        assert isinstance(task, Features)
-        width = task.must_pool("embed()")
-        vectors = list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter))
+        width = self.calls.vector_size()
+        vectors = self._results(EMBED, {}, inputs, batch_size, workers, truncate, adapter)
         return np.stack(vectors) if vectors else np.zeros((0, width), np.float32)
 
     def classify(
@@ -444,8 +441,7 @@ class Model:
         top_k: the number of labels in `Classification.top`. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
-        self.calls.task("classify", Classifier)
-        return list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter, top_k=top_k))
+        return self._results(CLASSIFY, {"top_k": top_k}, inputs, batch_size, workers, truncate, adapter)
 
     def entities(
         self,
@@ -467,13 +463,8 @@ class Model:
             text. The longest of overlapping spans is kept. Cost: one run per window. None refuses a long text.
         Other arguments: see `predict`. Raise UnsupportedCallError for a model of another task.
         """
-        self.calls.task("label spans", TokenClassification)
-        settings: dict[str, Any] = {
-            "aggregation": aggregation,
-            "ignore_labels": ignore_labels,
-            "doc_stride": doc_stride,
-        }
-        return list(self.predict(_check_several(texts), batch_size, workers, truncate, adapter, **settings))
+        settings = {"aggregation": aggregation, "ignore_labels": ignore_labels, "doc_stride": doc_stride}
+        return self._results(ENTITIES, settings, texts, batch_size, workers, truncate, adapter)
 
     def answer(
         self,
@@ -499,15 +490,14 @@ class Model:
         Cost: one run per window. Other arguments: see `predict`.
         Raise UnsupportedCallError for a model of another task.
         """
-        self.calls.task("answer", QuestionAnswering)
-        settings: dict[str, Any] = {
+        settings = {
             "top_k": top_k,
             "allow_no_answer": allow_no_answer,
             "max_answer_tokens": max_answer_tokens,
             "max_seq_len": max_seq_len,
             "doc_stride": doc_stride,
         }
-        return list(self.predict(_check_several(pairs), batch_size, workers, adapter=adapter, **settings))
+        return self._results(ANSWER, settings, pairs, batch_size, workers, adapter=adapter)
 
     def fill(
         self,
@@ -530,9 +520,22 @@ class Model:
         Memory: a batch has 4 bytes for each token of the vocabulary at each position; an input that waits for its turn
         has them at its masks only.
         """
-        self.calls.task("fill", FillMask)
-        settings: dict[str, Any] = {"top_k": top_k, "candidate_tokens": candidate_tokens}
-        return list(self.predict(_check_several(texts), batch_size, workers, truncate, adapter, **settings))
+        settings = {"top_k": top_k, "candidate_tokens": candidate_tokens}
+        return self._results(FILL, settings, texts, batch_size, workers, truncate, adapter)
+
+    def _results(
+        self,
+        call: TaskCall[ResultT],
+        settings: Mapping[str, Any],
+        inputs: Iterable[Any],
+        batch_size: int,
+        workers: int,
+        truncate: bool = False,
+        adapter: str | None = None,
+    ) -> list[ResultT]:
+        """Return the result of a call for each input. Arguments: see `predict`."""
+        self.calls.task(call)
+        return list(self.predict(_check_several(inputs), batch_size, workers, truncate, adapter, **settings))
 
     def attentions(
         self, input: Input, truncate: bool = False, adapter: str | None = None, **settings: Any
@@ -580,7 +583,7 @@ class Model:
         recordings = _check_several(recordings)
         if is_speech_to_text(self.manifest):
             return self.calls.transcriber.transcribe_all(recordings, batch_size, workers, self._index_offset, settings)
-        self.calls.task("transcribe", CtcRecognition)
+        self.calls.task(TRANSCRIBE)
         return self.predict(recordings, batch_size, workers, **settings)
 
     def info(self) -> dict[str, Any]:

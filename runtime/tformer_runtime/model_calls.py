@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.backend.binding import closed_error
 from tformer_runtime.base.arrays import Array, Ints
@@ -22,11 +23,50 @@ from tformer_runtime.engine.memory_budget import MemoryBudget
 from tformer_runtime.format.manifest import ATTENTIONS, CROSS_ATTENTIONS, HIDDEN_STATES, ExtraOutput
 from tformer_runtime.preprocess.inputs import Input, Inputs, Value
 from tformer_runtime.preprocess.series import SeriesPreprocessor
-from tformer_runtime.tasks import BaseTask, generates, is_speech_to_text, task_of
+from tformer_runtime.tasks import (
+    Answer,
+    BaseTask,
+    Classification,
+    Classifier,
+    CtcRecognition,
+    Features,
+    Filled,
+    FillMask,
+    QuestionAnswering,
+    Span,
+    TokenClassification,
+    Transcription,
+    generates,
+    is_speech_to_text,
+    task_of,
+)
 from tformer_runtime.tasks.forecasting import Forecaster
 from tformer_runtime.tasks.given_tokens import GivenTokens, TokenReader
 from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_runtime.tasks.speech_to_text import SpeechToText, Transcriber
+
+ResultT = TypeVar("ResultT")
+
+
+class TaskCall(Struct, Generic[ResultT], frozen=True):
+    """A call of single-pass models, and the type of its result for one input.
+
+    verb: of the caller, for errors.
+    kind: the class of the task; None for any.
+    """
+
+    verb: str
+    kind: type[BaseTask] | None = None
+
+
+PREDICT: TaskCall[Any] = TaskCall("predict")
+EMBED: TaskCall[npt.NDArray[np.float32]] = TaskCall("embed", Features)
+CLASSIFY: TaskCall[Classification] = TaskCall("classify", Classifier)
+ENTITIES: TaskCall[list[Span]] = TaskCall("label spans", TokenClassification)
+ANSWER: TaskCall[Answer] = TaskCall("answer", QuestionAnswering)
+FILL: TaskCall[Filled] = TaskCall("fill", FillMask)
+TRANSCRIBE: TaskCall[Transcription] = TaskCall("transcribe", CtcRecognition)
+_ATTENTIONS: TaskCall[Any] = TaskCall("give attention")
 
 
 class ModelCalls:
@@ -83,21 +123,20 @@ class ModelCalls:
                 f"this model ({self._manifest.task}) {SpeechToText.does}: it cannot {call}; call {SpeechToText.call}"
             )
 
-    def task(self, call: str, kind: type[BaseTask] = BaseTask) -> BaseTask:
-        """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks.
-
-        call: the verb of the caller, for the error. kind: the class of the task.
-        """
-        self.must_not_forecast(call)
+    def task(self, call: TaskCall[Any]) -> BaseTask:
+        """Return the task of a single-pass model. Raise UnsupportedCallError for other models and other tasks."""
+        self.must_not_forecast(call.verb)
         if self._manifest.decode is not None:
             does, instead = (
                 ("generates", "generate()") if generates(self._manifest) else (SpeechToText.does, SpeechToText.call)
             )
-            raise UnsupportedCallError(f"this model ({self._manifest.task}) {does}: it cannot {call}; call {instead}")
-        task = self.only_task
-        if not isinstance(task, kind):
             raise UnsupportedCallError(
-                f"this model ({self._manifest.task}) {task.does}: it cannot {call}; call {task.call} or predict()"
+                f"this model ({self._manifest.task}) {does}: it cannot {call.verb}; call {instead}"
+            )
+        task = self.only_task
+        if call.kind is not None and not isinstance(task, call.kind):
+            raise UnsupportedCallError(
+                f"this model ({self._manifest.task}) {task.does}: it cannot {call.verb}; call {task.call} or predict()"
             )
         return task
 
@@ -134,19 +173,20 @@ class ModelCalls:
 
     def single_pass(
         self,
-        call: str,
+        call: TaskCall[ResultT],
         settings: Mapping[str, Any] = MappingProxyType({}),
         truncate: bool = False,
         adapter: str | None = None,
-        kind: type[BaseTask] = BaseTask,
-    ) -> SinglePassCall:
-        """Return the inputs and results of a single-pass model, for settings of its task.
-
-        call: the verb of the caller, for errors.
-        kind: the class of the task. Raise UnsupportedCallError for other models and other tasks.
-        """
-        task, adapter_input = self.task(call, kind), self.adapter_input(adapter)
+    ) -> SinglePassCall[ResultT]:
+        """Return the inputs and results of a call, for settings of its task. Errors: see `task`."""
+        task, adapter_input = self.task(call), self.adapter_input(adapter)
         return SinglePassCall(task, self._inputs, settings, truncate, adapter_input)
+
+    def vector_size(self) -> int:
+        """Return the size of the vectors of `embed`. Raise UnsupportedCallError for a model that gives none."""
+        task = self.task(EMBED)
+        assert isinstance(task, Features)
+        return task.must_pool("embed()")
 
     def score(
         self, source: Input, target: Value | None = None, adapter: str | None = None
@@ -207,7 +247,7 @@ class ModelCalls:
 
     def single_request(self, input: Input, truncate: bool, settings: Mapping[str, Any]) -> Mapping[str, Array]:
         """Return the arrays of an input for `attentions`. Arguments and errors: see `attentions`."""
-        task = self.task("give attention")
+        task = self.task(_ATTENTIONS)
         self.extras(ATTENTIONS)
         settings = task.settings(settings)
         return task.single_request(input, self._inputs, task.truncates(truncate, settings), settings)

@@ -11,13 +11,11 @@ reloads          loads files again while the server serves
 middleware/      layers around the routes: ids, deadlines, keys, places, sizes of bodies
 state            what the routes share
 client_inputs    inputs of clients, which are untrusted
-event_stream     answers that end when their client is gone
+responses/       forms of answers: OpenAI's API, event streams, subtitles
 generation       opens requests of a model under the limits of the server
 calls            other calls than generation, of the inputs of a request
 schemas/         bodies of requests
 body_route       routes whose body is JSON
-answers          answers in the form of OpenAI's API
-subtitles        SRT and WebVTT
 routes/          one module for each task
 app              the application
 connection       a connection of HTTP/1

@@ -10,9 +10,9 @@ from tformer_runtime.base.errors import InputError, OutOfMemoryError
 from tformer_runtime.tasks.single_pass import SinglePassCall
 from tformer_serve.client_inputs import checked_input
 from tformer_serve.errors import ApiError
-from tformer_serve.event_stream import all_of
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, on_body
+from tformer_serve.responses.event_stream import all_of
 from tformer_serve.state import ServerState
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ async def single_pass_results(
     state: ServerState,
     context: RequestContext,
     served: ServedModel,
-    call: SinglePassCall,
+    call: SinglePassCall[Any],
     inputs: Sequence[Any],
     field: str,
 ) -> tuple[list[Any], int]:

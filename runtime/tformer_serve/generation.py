@@ -6,7 +6,6 @@ Constraints have a size and are compiled in a thread of their own, and a request
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,10 +16,10 @@ from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
-from tformer_serve.event_stream import all_of, merged
 from tformer_serve.metrics import Metrics
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, on_body, run_limited
+from tformer_serve.responses.event_stream import all_of, merged
 from tformer_serve.state import ServerState
 
 MAX_CONSTRAINT_BYTES = 64 << 10  # llguidance takes about a second for as much
@@ -206,8 +205,3 @@ def _check_size(settings: Settings, max_rows: int) -> None:
                 f"{kind} has {size:,} bytes, and this server compiles at most {MAX_CONSTRAINT_BYTES:,}: shorten it",
                 option=kind,
             )
-
-
-def now() -> int:
-    """Return the seconds of Unix, for the time of an answer."""
-    return int(time.time())

@@ -11,7 +11,7 @@ from support.served_tasks import RATE, audio_file
 from support.servers import RunningServer
 
 from tformer_runtime.tasks import Segment
-from tformer_serve import subtitles
+from tformer_serve.responses import subtitles
 from tformer_serve.routes import transcriptions
 
 SECONDS = [0.5, 1.0, 2.3, 0.7]

@@ -30,8 +30,8 @@ PIPELINE = (
 )  # fmt: skip
 SERVER = (
     "capabilities", "errors", "options", "request_context", "logs", "registry", "metrics", "reloads", "middleware",
-    "state", "client_inputs", "event_stream", "generation", "calls", "schemas", "body_route", "answers", "subtitles",
-    "routes", "app", "connection", "server", "cli", "ray",
+    "state", "client_inputs", "responses", "generation", "calls", "schemas", "body_route", "routes",
+    "app", "connection", "server", "cli", "ray",
 )  # fmt: skip
 LAYERS = {
     "tformer_runtime": (ROOT / "runtime" / "tformer_runtime", RUNTIME),
@@ -133,8 +133,8 @@ LISTS_MODULES = (
             "verify",
         )
     ),
-    "runtime/tformer_runtime/distributed",
-    *(f"runtime/tformer_serve{folder}" for folder in ("", "/middleware", "/ray", "/routes", "/schemas")),
+    *(f"runtime/tformer_runtime/{folder}" for folder in ("decoding/options", "decoding/rules", "distributed")),
+    *(f"runtime/tformer_serve{folder}" for folder in ("", "/middleware", "/ray", "/responses", "/routes", "/schemas")),
 )
 
 

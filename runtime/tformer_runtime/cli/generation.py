@@ -14,7 +14,7 @@ from tformer_runtime.base.errors import InputError
 from tformer_runtime.cli.heatmaps import HeatMapWriter
 from tformer_runtime.cli.job import BatchSettings, Job, RunOptions, Write, count_several
 from tformer_runtime.cli.options import GROUPS, generation_options
-from tformer_runtime.decoding.options import OUTPUT
+from tformer_runtime.decoding.options import OPTIONS, OUTPUT
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.format.info import file_fingerprint
 from tformer_runtime.format.manifest import Manifest
@@ -26,16 +26,8 @@ from tformer_runtime.tasks.settings import MAX_MEMORY_FLAG, RUN_HEADING, Flag, b
 if TYPE_CHECKING:
     from tformer_runtime.preprocess.inputs import Input
 
-_OUTPUT_FLAGS = {
-    "cross_attentions": Flag(
-        "--cross-attentions",
-        "OUT.png",
-        "Draw a heat map of the source positions that each token attends to; - adds the weights to --json.",
-        str,
-    ),
-    "hidden_states": switch("--hidden-states", "Add the hidden states that the file gives to --json."),
-    "timing": switch("--timing", "Add the seconds to the first token, and per further token, to --json."),
-}
+_TIMING = switch("--timing", "Add the seconds to the first token, and per further token, to --json.")
+_JSON_ONLY = (*(name for name, spec in OPTIONS.items() if spec.json_only), "timing")
 _RUN_FLAGS = {
     "chat": switch(
         "--chat",
@@ -51,7 +43,6 @@ _RUN_FLAGS = {
     ),
     "stream": switch("--stream", "Write text while it is generated, one input after the other."),
     **MAX_MEMORY_FLAG,
-    "no_shortlist": switch("--no-shortlist", "Choose among all ids, although the file has a shortlist of candidates."),
 }
 
 
@@ -63,7 +54,7 @@ class Generation:
     @classmethod
     def all_flags(cls) -> dict[str, dict[str, Flag]]:
         groups = {heading: dict(flags) for heading, flags in GROUPS.items()}
-        groups[OUTPUT] |= _OUTPUT_FLAGS
+        groups[OUTPUT]["timing"] = _TIMING
         return {**groups, RUN_HEADING: dict(_RUN_FLAGS)}
 
     def job(self, flag_values: Mapping[str, Any], options: RunOptions) -> Job:
@@ -95,24 +86,19 @@ def _check(flag_values: Mapping[str, Any], options: RunOptions) -> None:
         raise click.UsageError("--chat puts texts into a template: not with --ids")
     if options.resume and draws:
         raise click.UsageError("--resume cannot continue images: not with --cross-attentions OUT.png")
-    for name in ("hidden_states", "timing", "top_logprobs", "cross_attentions"):
-        if flag_values.get(name) and not options.as_json and not (name == "cross_attentions" and draws):
-            flag = "--cross-attentions -" if name == "cross_attentions" else f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"{flag} needs --json: give both")
+    in_json = [f"--{name.replace('_', '-')}" for name in _JSON_ONLY if flag_values.get(name)]
+    if flag_values.get("cross_attentions") and not draws:
+        in_json.append("--cross-attentions -")
+    if in_json and not options.as_json:
+        raise click.UsageError(f"{in_json[0]} needs --json: give both")
 
 
 class GenerationJob(Job):
     def __init__(self, flag_values: Mapping[str, Any], options: RunOptions) -> None:
-        texts = {name: text for name, text in flag_values.items() if name not in {**_OUTPUT_FLAGS, **_RUN_FLAGS}}
+        texts = {name: text for name, text in flag_values.items() if name in OPTIONS}
         draft, heat_map = texts.pop("draft_model", None), flag_values.get("cross_attentions")
         self.as_json, self.ids, self.timing = options.as_json, options.ids, bool(flag_values.get("timing"))
-        self.options = generation_options(
-            texts,
-            options.ids,
-            cross_attentions=True if heat_map else None,
-            hidden_states=flag_values.get("hidden_states") or None,
-            shortlist=False if flag_values.get("no_shortlist") else None,
-        )
+        self.options = generation_options(texts, options.ids)
         self.draft = Path(draft) if draft else None
         self.batch_size = 1 if draft or self.options.prompt_lookup else 32
         self.streams = bool(flag_values.get("stream"))

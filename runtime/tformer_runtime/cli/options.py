@@ -19,8 +19,6 @@ from tformer_runtime.decoding.options import GenerationOptions, GenerationOption
 from tformer_runtime.tasks import TASKS
 from tformer_runtime.tasks.settings import Flag, value_of
 
-_NOTES = {"top_logprobs": " Needs --json."}  # sentences of --help that do not hold in Python
-
 
 def _flag_name(name: str) -> str:
     return SPECS[name].flag or f"--{name.replace('_', '-')}"
@@ -28,12 +26,15 @@ def _flag_name(name: str) -> str:
 
 def _flag(name: str, spec: GenerationOptionSpec) -> Flag:
     """Return the flag of an option. Options without a metavar are for Python alone and have none."""
-    help = re.sub(r"`(\w+)`", lambda option: _flag_name(option[1]), spec.help)
-    help += _NOTES.get(name, "") + (" Repeatable." if spec.repeated else "")
-    return Flag(_flag_name(name), spec.metavar or "", help, spec.parse, spec.repeated)
+    kind = spec.kind
+    help = spec.flag_help or re.sub(r"`(\w+)`", lambda option: _flag_name(option[1]), spec.help)
+    help += (" Needs --json." if spec.json_only and not spec.flag_help else "") + (
+        " Repeatable." if kind.repeated else ""
+    )
+    return Flag(_flag_name(name), kind.metavar or "", help, kind.parse, kind.repeated)
 
 
-OPTIONS = {name: _flag(name, spec) for name, spec in SPECS.items() if spec.metavar is not None}
+OPTIONS = {name: _flag(name, spec) for name, spec in SPECS.items() if spec.kind.metavar is not None}
 GROUPS: dict[str, dict[str, Flag]] = {}
 for _name, _spec in SPECS.items():
     if _name in OPTIONS:
@@ -102,16 +103,15 @@ class Command(click.Command):
                 formatter.write_dl([(f"{flag.flag} {flag.metavar}".strip(), flag.help) for flag in flags.values()])
 
 
-def generation_options(texts: Mapping[str, Any], ids: bool, **others: Any) -> GenerationOptions:
+def generation_options(texts: Mapping[str, Any], ids: bool) -> GenerationOptions:
     """Parse the texts of flags into options.
 
     texts: by the name of the option.
     ids: the text of forced_prefix is ids.
-    others: options with values.
     Raise OptionError for an impossible value.
     """
     parsed = {name: _value(name, text, ids) for name, text in texts.items() if text not in (None, ())}
-    return GenerationOptions(**parsed, **others)
+    return GenerationOptions(**parsed)
 
 
 def _value(name: str, text: Any, ids: bool) -> Any:
@@ -128,9 +128,11 @@ def use_flag_names(sentence: str) -> str:
     """Replace the Python names of options in the sentence of an error by their flags.
 
     Quoted text does not change, nor does a name after a colon, which belongs to the defaults of a model file. A name
-    without an underscore after an article is a plain English word.
+    without an underscore after an article is a plain English word. A flag with a help text of its own sets
+    another value than that of its option.
     """
-    flags = {name: option.flag for name, option in OPTIONS.items()} | _TASK_FLAGS | _LIMIT_FLAGS
+    own = {name: option.flag for name, option in OPTIONS.items() if SPECS[name].flag_help is None}
+    flags = own | _TASK_FLAGS | _LIMIT_FLAGS
     names = "|".join(sorted(flags, key=len, reverse=True))
 
     def to_flag(match: re.Match[str]) -> str:

@@ -21,9 +21,9 @@ from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, OptionError
 from tformer_runtime.decoding.beam_ranking import best, find_ranking
-from tformer_runtime.decoding.constraints import Guide
-from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
+from tformer_runtime.decoding.rules.constraints import Guide
+from tformer_runtime.decoding.rules.logit_rules import NO_IDS
 from tformer_runtime.decoding.sampling import Guess, log_normalizer
 from tformer_runtime.decoding.sequence import (
     NOT_FINITE,

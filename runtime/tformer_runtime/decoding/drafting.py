@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tformer_runtime.base.arrays import F32, Array
 from tformer_runtime.base.errors import InputError, OptionError, TformerError
-from tformer_runtime.decoding.logit_rules import Processor
+from tformer_runtime.decoding.rules.logit_rules import Processor
 from tformer_runtime.decoding.sampling import Guess, Sampler, seed_or_random
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.engine import Engine

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from tformer_runtime.base.arrays import Array
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.decoding.batch_rows import EngineStarter
-from tformer_runtime.decoding.constraints import Grammar, Guide
-from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.request import Request, Result, Speculation, Timing
+from tformer_runtime.decoding.rules.constraints import Grammar, Guide
+from tformer_runtime.decoding.rules.logit_rules import make_rules
 from tformer_runtime.decoding.scheduler import MAX_PREFILL_POSITIONS, Scheduler
 from tformer_runtime.decoding.sequence import Hypothesis, SequenceTask, Token
 from tformer_runtime.decoding.speculation import SpeculativeStarter, speculates

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Ints
@@ -414,55 +415,84 @@ class Scheduler:
 
     def _choose(self) -> None:
         """Choose the next tokens of the rows, and move the rows that continue to their places."""
-        assert self._rows is not None
         assert self._logits is not None
+        continuations = self._advance_searches(self._logits)
+        self._note_times()
+        parents = _joined([continuation.parents for continuation in continuations])
+        in_place = is_identity(parents, len(self._logits))
+        if in_place and len(continuations) == 1:  # frequent
+            self._places[continuations[0].key] = parents
+            self._logits, self._tokens = None, continuations[0].tokens[:, None]
+        elif not len(parents):
+            self.release()
+        else:
+            places = parents if in_place else self._move_rows(parents)
+            tokens = np.empty((len(places), 1), np.int64)
+            tokens[places, 0] = _joined([continuation.tokens for continuation in continuations])
+            self._logits, self._tokens = None, tokens
+            self._place_searches(continuations, places)
+
+    def _advance_searches(self, logits: F32 | DeviceLogits) -> list[_Continuation]:
+        """Choose the next tokens of each search. logits: of the rows of the batch."""
+        assert self._rows is not None
         histories, guesses = self._rows.histories(), self._rows.guesses()
-        parents, tokens, widths = [], [], []
+        continuations = []
         for key, search in self._searches.items():
-            search_rows = self._places[key]
-            logits = self._logits if is_identity(search_rows, len(self._logits)) else self._logits[search_rows]
+            rows = self._places[key]
             self.generated_tokens += search.num_sequences
-            continued, new = search.advance(
-                logits,
-                histories and [histories[i] for i in search_rows.tolist()],
-                guesses and [guesses[i] for i in search_rows.tolist()],
+            continued, tokens = search.advance(
+                logits if is_identity(rows, len(logits)) else logits[rows],
+                histories and [histories[i] for i in rows.tolist()],
+                guesses and [guesses[i] for i in rows.tolist()],
             )
-            parents.append(search_rows[continued])
-            tokens.append(new)
-            widths.append(len(new))
+            continuations.append(_Continuation(key, rows[continued], tokens))
+        return continuations
+
+    def _note_times(self) -> None:
+        """Note the time of the first token, and of the end, of each task."""
         now = time.monotonic()
         for task in self._running:
             task.first_token_at = task.first_token_at or now
             if task.finished:
                 task.ended_at = now
-        all_parents = parents[0] if len(parents) == 1 else np.concatenate(parents)
-        stays = is_identity(all_parents, len(self._logits))
-        if stays and len(tokens) == 1:  # frequent: all rows continue in place
-            self._places = dict.fromkeys(self._searches, all_parents)
-            self._logits, self._tokens = None, tokens[0][:, None]
-            return
-        if not len(all_parents):
-            self.release()
-            return
-        if stays:
-            places = all_parents
-        else:
-            places, order = place_rows(all_parents, self._rows.requests())
-            self._rows.reorder(order)
-        next_tokens = np.empty((len(all_parents), 1), np.int64)
-        next_tokens[places, 0] = tokens[0] if len(tokens) == 1 else np.concatenate(tokens)
+
+    def _move_rows(self, parents: Ints) -> Ints:
+        """Replace the rows of the batch by those that continue `parents`. Return the place of each."""
+        assert self._rows is not None
+        places, order = place_rows(parents, self._rows.requests())
+        self._rows.reorder(order)
+        return places
+
+    def _place_searches(self, continuations: Sequence[_Continuation], places: Ints) -> None:
+        """Give each search its rows. places: of the rows of all searches, one after another."""
         first = 0
-        for key, width in zip(list(self._searches), widths, strict=True):
-            search_places = places[first : first + width]
-            first += width
-            search_rows = np.sort(search_places)
-            self._places[key] = search_rows
-            if not width:
+        for continuation in continuations:
+            key, last = continuation.key, first + len(continuation.parents)
+            own_places, first = places[first:last], last
+            if not len(own_places):
                 del self._searches[key], self._places[key]
-            elif (search_rows != search_places).any():
+                continue
+            self._places[key] = rows = np.sort(own_places)
+            if (rows != own_places).any():
                 # The search takes the order of the batch, so that logits need not be reordered.
-                self._searches[key].renumber(np.searchsorted(search_rows, search_places))
-        self._logits, self._tokens = None, next_tokens
+                self._searches[key].renumber(np.searchsorted(rows, own_places))
+
+
+class _Continuation(Struct, eq=False):
+    """The rows of a search that continue.
+
+    key: of the search.
+    parents: the row of the batch that each of them continues, before the rows move.
+    tokens: the chosen token of each of them.
+    """
+
+    key: object
+    parents: Ints
+    tokens: Ints
+
+
+def _joined(arrays: Sequence[Ints]) -> Ints:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _kind(task: SequenceTask) -> object:

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.arrays import F32, Array, Ints
-from tformer_runtime.decoding.constraints import Guide
-from tformer_runtime.decoding.logit_rules import ForbiddingRule, Rule, forbidden_ids, read_length_alone
 from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.rules.constraints import Guide
+from tformer_runtime.decoding.rules.logit_rules import ForbiddingRule, Rule, forbidden_ids, read_length_alone
 from tformer_runtime.decoding.sampling import Guess
 from tformer_runtime.engine.step_outputs import StepHistory
 

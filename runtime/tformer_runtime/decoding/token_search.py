@@ -10,8 +10,8 @@ from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.backend.sampling_graph import TopLogits
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import InputError, OptionError
-from tformer_runtime.decoding.logit_rules import NO_IDS
 from tformer_runtime.decoding.row_placement import mask_forbidden
+from tformer_runtime.decoding.rules.logit_rules import NO_IDS
 from tformer_runtime.decoding.sampling import Guess, Sampler, log_normalizer, seed_or_random
 from tformer_runtime.decoding.sequence import (
     NOT_FINITE,

@@ -11,13 +11,16 @@ A `State` belongs to one call and one thread. Any number of threads may share an
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from tformer_runtime.backend.cuda_graphs import BufferPool, CapturedStep, DeviceLogits, may_capture
 from tformer_runtime.backend.session import Session
@@ -50,6 +53,23 @@ from tformer_runtime.format.manifest import (
 PREFILL_CHUNK_TOKENS = 512  # larger calls are not faster (docs/design/runtime.md#prompts-and-buffers)
 MAX_LOOP_LOGITS = 1 << 24  # numbers of the logits of a greedy loop, which no budget counts
 MAX_CACHED_CALL_TOKENS = 32  # larger calls are not kept for later steps: no budget counts the memory of their logits
+
+
+class EncodedRequests(Struct, eq=False):
+    """The results of the encode stage for new rows.
+
+    adapters: (rows,), the number of each row's adapter; None for a file without adapters.
+    context: the outputs that decoding reads, in the order of the manifest.
+    values: their OrtValues, if they share the memory of the arrays.
+    lengths: free axis of the context → (rows,), the length of each row there.
+    extras: the extra outputs, by name.
+    """
+
+    adapters: Ints | None
+    context: Sequence[Array] = ()
+    values: Sequence[Any] = ()
+    lengths: Mapping[str, Ints] = MappingProxyType({})
+    extras: Mapping[str, Array] = MappingProxyType({})
 
 
 class Engine:
@@ -193,80 +213,87 @@ class Engine:
         self,
         requests: Mapping[str, Sequence[Array]] | None,
         rows: int,
-        repeat: int = 1,
         extras: Sequence[str] = (),
         budget: MemoryShare | None = None,
         joins: bool = False,
         candidates: Sequence[Ints | None] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> State:
-        """Encode `rows` requests and return a state with `repeat` rows for each (row i belongs to i // repeat).
+        """Encode requests and return a state with a row for each.
 
         requests: as for `encode`. A decoder-only model has no other one than ADAPTER_INPUT; None without any.
         extras: names of the extra outputs to compute, of either stage.
         budget: the share from which the state's memory is acquired.
         joins: whether the state will join another.
         candidates: for a file with a shortlist: the candidate ids of each request, in order, or None for all ids.
-        max_tokens: the expected maximum of tokens for the rows of each request, if known. Buffers are no larger. A row
-            may get more tokens, at the cost of a copy.
+        max_tokens: the expected maximum of tokens of each row, if known. Buffers are no larger. A row may get more
+            tokens, at the cost of a copy.
         """
         budget = budget or MemoryBudget().new_share()
-        arrays: dict[str, Array] = {}
-        context: list[Array] = []
-        context_values: list[Any] = []
-        lengths: dict[str, Ints] = {}
-        shortlisted = self._candidates(candidates, budget)
-        request_inputs, adapters = split_adapters(self.manifest, requests or {}, rows)
-        if self.manifest.encode is not None and self.manifest.placeholders:
-            arrays, lengths = self._encode_items(request_inputs, adapters, rows, extras)
-            context = [arrays.pop(output.name) for output in self.manifest.encoded]
-        elif self.manifest.encode is not None:
+        with contextlib.ExitStack() as undo:  # the traceback of an error would keep the buffers alive
+            shortlisted = self._candidates(candidates, budget)
+            if shortlisted is not None:
+                undo.callback(shortlisted.release)
+            encoded = self._encode_requests(requests or {}, rows, extras, joins, shortlisted)
+            context = self._new_context(encoded, rows, budget, joins)
+            undo.callback(context.release)
+            step_extras = self._decode_extras(extras)
+            is_plain = shortlisted is None and encoded.adapters is None and not step_extras
+            spare = self._spares.take(rows, max_tokens, budget) if is_plain and max_tokens is not None else None
+            cache = spare.cache if spare is not None else self._new_cache(rows, budget, max_tokens)
+            undo.callback(cache.release)
+            lengths = None if spare is None else spare.lengths
+            state = State(context, cache, rows, encoded.extras, step_extras, shortlisted, encoded.adapters, lengths)
+            if spare is not None:
+                spare.call.bind_context(self._static_inputs.context, context.values)
+                state.call = state.calls[1, "last"] = spare.call
+            undo.pop_all()
+        return state
+
+    def _encode_requests(
+        self,
+        requests: Mapping[str, Sequence[Array]],
+        rows: int,
+        extras: Sequence[str],
+        joins: bool,
+        candidates: Candidates | None,
+    ) -> EncodedRequests:
+        """Encode requests, together or item by item. Arguments: see `start`.
+
+        The candidates get their columns of the output projection.
+        """
+        stage = self.manifest.encode
+        inputs, adapters = split_adapters(self.manifest, requests, rows)
+        if stage is None:
+            return EncodedRequests(adapters)
+        values: list[Any] = []
+        if self.manifest.placeholders:
+            arrays, lengths = self._encode_items(inputs, adapters, rows, extras)
+        else:
             padding = self.join_padding if joins else 0
-            try:
-                outputs = self.encode(
-                    requests or {}, rows, extras, padding, shortlisted.pending_ids if shortlisted else None
-                )
-            except BaseException:
-                if shortlisted is not None:  # the traceback of a stored error keeps this frame alive
-                    shortlisted.release()
-                raise
-            if shortlisted is not None and shortlisted.pending_ids is not None:
-                shortlisted.set_gathered(outputs.pop(GATHERED_COLUMNS))
+            outputs = self.encode(requests, rows, extras, padding, candidates.pending_ids if candidates else None)
+            if candidates is not None and candidates.pending_ids is not None:
+                candidates.set_gathered(outputs.pop(GATHERED_COLUMNS))
             arrays = {name: self.session.read_array(value) for name, value in outputs.items()}
-            context = [arrays.pop(output.name) for output in self.manifest.encoded]
             if self.session.device == "cpu":  # where arrays share the memory of the OrtValues
-                context_values = [outputs[output.name] for output in self.manifest.encoded]
-            lengths = row_lengths(self.manifest.encode.inputs, request_inputs, rows, padding)
-        encoder_context = EncoderContext(
+                values = [outputs[output.name] for output in self.manifest.encoded]
+            lengths = row_lengths(stage.inputs, inputs, rows, padding)
+        context = [arrays.pop(output.name) for output in self.manifest.encoded]
+        return EncodedRequests(adapters, context, values, lengths, arrays)
+
+    def _new_context(self, encoded: EncodedRequests, rows: int, budget: MemoryShare, joins: bool) -> EncoderContext:
+        """Return the context of new rows. Arguments: see `start`."""
+        return EncoderContext(
             self.session,
             self.manifest.encoded,
-            context,
-            lengths,
+            encoded.context,
+            encoded.lengths,
             rows,
             budget,
             self.decode.shares_context,
             extends=joins and not self.manifest.placeholders,
-            values=context_values,
+            values=encoded.values,
         )
-        cache: KVCache | None = None
-        try:
-            step_extras = self._decode_extras(extras)
-            is_plain = shortlisted is None and adapters is None and not step_extras
-            spare = self._spares.take(rows, max_tokens, budget) if is_plain and max_tokens is not None else None
-            cache = spare.cache if spare is not None else self._new_cache(rows, budget, max_tokens)
-            lengths_of_spare = None if spare is None else spare.lengths
-            state = State(encoder_context, cache, rows, arrays, step_extras, shortlisted, adapters, lengths_of_spare)
-            if spare is not None:
-                spare.call.bind_context(self._static_inputs.context, encoder_context.values)
-                state.call = state.calls[1, "last"] = spare.call
-            if repeat != 1:
-                self.reorder(state, np.repeat(np.arange(rows), repeat))
-            return state
-        except BaseException:  # whose traceback would keep the buffers alive
-            for buffers in (encoder_context, cache, shortlisted):
-                if buffers is not None:
-                    buffers.release()
-            raise
 
     def release(self, state: State) -> None:
         """Free the memory of a state, as `State.release` does. Small buffers are kept for later states."""

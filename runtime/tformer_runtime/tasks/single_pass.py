@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -39,6 +39,8 @@ IMAGE_POSITIONS = 196  # assumed for an image: 224 × 224 pixels in patches of 1
 
 SelectOutputs = Callable[[Outputs, Mapping[str, Array]], Outputs]
 """From the outputs and the inputs of a request to the outputs that are needed."""
+
+ResultT = TypeVar("ResultT")
 
 
 class SinglePassRequest(Struct, eq=False):
@@ -93,7 +95,7 @@ class SinglePassInput(Struct, eq=False):
         return next((request.error for request in self.requests if request.error is not None), None)
 
 
-class SinglePassCall:
+class SinglePassCall(Generic[ResultT]):
     """The inputs and results of a task with fixed settings."""
 
     def __init__(
@@ -130,9 +132,10 @@ class SinglePassCall:
         names = [spec.name for spec in encode.inputs if spec.role == "ids"] if encode else []
         return sum(int(request[name].size) for request in reading.requests for name in names)
 
-    def result(self, reading: TaskInput, outputs: Sequence[Outputs]) -> Any:
+    def result(self, reading: TaskInput, outputs: Sequence[Outputs]) -> ResultT:
         """Return the result of an input. outputs: of each of its requests."""
-        return self.task.make_result(reading, outputs, self._settings)
+        result: ResultT = self.task.make_result(reading, outputs, self._settings)
+        return result
 
 
 def run_single_pass(

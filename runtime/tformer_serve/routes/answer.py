@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tformer_runtime.tasks import QuestionAnswering
+from tformer_runtime.model_calls import ANSWER
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.routes.task_results import respond_with_results, single_pass_call
 from tformer_serve.schemas.single_pass import AnswerRequest
@@ -20,5 +20,5 @@ async def answer(body: AnswerRequest, request: Request, state: State) -> Respons
     """Answer questions."""
     with state.api_errors():
         served = state.models.named(body.model)
-        call = await single_pass_call(request, served, body, "answer", QuestionAnswering, body.settings())
+        call = await single_pass_call(request, served, body, ANSWER, body.settings())
         return await respond_with_results(request, state, served, call, body.inputs(), "pairs", "answer")

@@ -14,12 +14,12 @@ from tformer_runtime.decoding.options import GenerationOptions
 from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.streaming import Piece
 from tformer_runtime.preprocess.inputs import Input
-from tformer_serve.answers import FINISH, Logprobs, new_answer
 from tformer_serve.body_route import BodyRoute
-from tformer_serve.event_stream import EventStream, while_connected
 from tformer_serve.generation import Usage, pieces_of, results_of
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, context_of, on_body, run_limited
+from tformer_serve.responses.answers import FINISH, Logprobs, new_answer
+from tformer_serve.responses.event_stream import EventStream, while_connected
 from tformer_serve.schemas.chat import ChatRequest
 from tformer_serve.schemas.openai_options import checked_options
 from tformer_serve.schemas.tools import call_of

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tformer_runtime.tasks import Classifier
+from tformer_runtime.model_calls import CLASSIFY
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.routes.task_results import respond_with_results, single_pass_call
 from tformer_serve.schemas.single_pass import ClassifyRequest
@@ -20,5 +20,5 @@ async def classify(body: ClassifyRequest, request: Request, state: State) -> Res
     """Classify inputs."""
     with state.api_errors():
         served = state.models.named(body.model)
-        call = await single_pass_call(request, served, body, "classify", Classifier, body.settings())
+        call = await single_pass_call(request, served, body, CLASSIFY, body.settings())
         return await respond_with_results(request, state, served, call, body.inputs, "inputs", "classification")

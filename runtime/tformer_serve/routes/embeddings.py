@@ -12,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tformer_runtime.base.errors import OptionError
+from tformer_runtime.model_calls import EMBED
 from tformer_runtime.tasks import Features
 from tformer_runtime.tasks.base import numbers_of
-from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
-from tformer_serve.event_stream import while_connected
 from tformer_serve.request_context import context_of
+from tformer_serve.responses.answers import MAX_ANSWER_NUMBERS, json_response
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import EmbeddingRequest
 from tformer_serve.state import State
@@ -31,7 +32,7 @@ async def embed(body: EmbeddingRequest, request: Request, state: State) -> Respo
     """Return a vector for each input."""
     with state.api_errors():
         served = state.models.named(body.model)
-        call = await single_pass_call(request, served, body, "embed", Features, {})
+        call = await single_pass_call(request, served, body, EMBED, {})
         assert isinstance(call.task, Features)
         width, inputs = call.task.must_pool("an embedding"), body.inputs()
         body.check_dimensions(width)

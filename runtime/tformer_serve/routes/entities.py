@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tformer_runtime.tasks import TokenClassification
+from tformer_runtime.model_calls import ENTITIES
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.routes.task_results import respond_with_results, single_pass_call
 from tformer_serve.schemas.single_pass import EntitiesRequest
@@ -20,7 +20,5 @@ async def label_spans(body: EntitiesRequest, request: Request, state: State) -> 
     """Label spans of texts."""
     with state.api_errors():
         served = state.models.named(body.model)
-        call = await single_pass_call(
-            request, served, body, "label spans", TokenClassification, body.settings(served.model.manifest)
-        )
+        call = await single_pass_call(request, served, body, ENTITIES, body.settings(served.model.manifest))
         return await respond_with_results(request, state, served, call, body.texts, "texts", "entities")

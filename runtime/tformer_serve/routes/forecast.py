@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from tformer_runtime.base.errors import OptionError
 from tformer_runtime.tasks.base import numbers_of
-from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import results_of_inputs
-from tformer_serve.event_stream import while_connected
 from tformer_serve.request_context import context_of
+from tformer_serve.responses.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.schemas.forecast import ForecastRequest
 from tformer_serve.state import State
 

@@ -15,13 +15,13 @@ from tformer_runtime.decoding.request import Result
 from tformer_runtime.decoding.sequence import Alternatives
 from tformer_runtime.model import Model
 from tformer_runtime.preprocess.inputs import Input
-from tformer_serve.answers import MAX_ANSWER_NUMBERS, finite, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.client_inputs import checked_input
-from tformer_serve.event_stream import EventStream, while_connected
 from tformer_serve.generation import Usage, checked_settings, open_generation
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, context_of, on_body
+from tformer_serve.responses.answers import MAX_ANSWER_NUMBERS, finite, json_response, new_answer
+from tformer_serve.responses.event_stream import EventStream, while_connected
 from tformer_serve.schemas.generate import GenerateRequest
 from tformer_serve.state import ServerState, State
 

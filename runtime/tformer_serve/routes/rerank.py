@@ -14,14 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tformer_runtime.base.errors import UnsupportedCallError
+from tformer_runtime.model_calls import TaskCall
 from tformer_runtime.tasks import Classifier, Features
 from tformer_runtime.tasks.features import cosines
-from tformer_serve.answers import MAX_LOOP_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
-from tformer_serve.event_stream import while_connected
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import context_of
+from tformer_serve.responses.answers import MAX_LOOP_NUMBERS, json_response, new_answer
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import RerankRequest
 from tformer_serve.state import ServerState, State
@@ -54,7 +55,7 @@ async def _cosines(
     state: ServerState, request: Request, served: ServedModel, body: RerankRequest
 ) -> tuple[list[float], int]:
     """Return the cosine of each document, and the number of ids that were read."""
-    call = await single_pass_call(request, served, body, "rerank", Features, {})
+    call = await single_pass_call(request, served, body, TaskCall("rerank", Features), {})
     assert isinstance(call.task, Features)
     call.task.must_pool("a rank")
     inputs = [body.query, *body.documents]
@@ -67,7 +68,7 @@ async def _scores_of_pairs(
     state: ServerState, request: Request, served: ServedModel, body: RerankRequest
 ) -> tuple[list[float], int]:
     """Return the scores of a cross-encoder, and the number of ids. Raise UnsupportedCallError for several labels."""
-    call = await single_pass_call(request, served, body, "rerank", Classifier, {})
+    call = await single_pass_call(request, served, body, TaskCall("rerank", Classifier), {})
     manifest = served.model.manifest
     count = manifest.encode.outputs[0].shape[-1] if manifest.encode else 0
     if count != 1:

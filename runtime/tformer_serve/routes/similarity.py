@@ -10,13 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tformer_runtime.base.errors import OptionError
+from tformer_runtime.model_calls import TaskCall
 from tformer_runtime.tasks import Features
 from tformer_runtime.tasks.features import cosines
-from tformer_serve.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
 from tformer_serve.body_route import BodyRoute
 from tformer_serve.calls import single_pass_results
-from tformer_serve.event_stream import while_connected
 from tformer_serve.request_context import context_of
+from tformer_serve.responses.answers import MAX_ANSWER_NUMBERS, json_response, new_answer
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.routes.task_results import single_pass_call, usage_of
 from tformer_serve.schemas.embeddings import SimilarityRequest
 from tformer_serve.state import State
@@ -30,7 +31,7 @@ async def compare(body: SimilarityRequest, request: Request, state: State) -> Re
     with state.api_errors():
         field, inputs = body.parts()
         served = state.models.named(body.model)
-        call = await single_pass_call(request, served, body, "compare inputs", Features, {})
+        call = await single_pass_call(request, served, body, TaskCall("compare inputs", Features), {})
         assert isinstance(call.task, Features)
         call.task.must_pool("a similarity")
         count = len(inputs) ** 2 if field == "inputs" else len(inputs)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tformer_runtime.tasks import BaseTask
+from tformer_runtime.model_calls import TaskCall
 from tformer_runtime.tasks.single_pass import SinglePassCall
-from tformer_serve.answers import json_response, new_answer
 from tformer_serve.calls import single_pass_results
-from tformer_serve.event_stream import while_connected
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import context_of, on_body
+from tformer_serve.responses.answers import json_response, new_answer
+from tformer_serve.responses.event_stream import while_connected
 from tformer_serve.schemas.single_pass import TaskRequest
 from tformer_serve.state import ServerState
 
@@ -26,20 +25,19 @@ async def single_pass_call(
     request: Request,
     served: ServedModel,
     body: TaskRequest,
-    verb: str,
-    kind: type[BaseTask],
+    call: TaskCall[Any],
     settings: Mapping[str, Any],
-) -> SinglePassCall:
+) -> SinglePassCall[Any]:
     """Return a call with the settings of a body. Arguments and errors: see `ModelCalls.single_pass`."""
-    make_call = partial(served.model.calls.single_pass, kind=kind)
-    return await on_body(context_of(request.scope), make_call, verb, settings, bool(body.truncate), body.adapter)
+    make_call = served.model.calls.single_pass
+    return await on_body(context_of(request.scope), make_call, call, settings, bool(body.truncate), body.adapter)
 
 
 async def respond_with_results(
     request: Request,
     state: ServerState,
     served: ServedModel,
-    call: SinglePassCall,
+    call: SinglePassCall[Any],
     inputs: Sequence[Any],
     field: str,
     name: str,

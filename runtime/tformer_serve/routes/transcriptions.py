@@ -13,17 +13,18 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from tformer_runtime.model_calls import TRANSCRIBE
 from tformer_runtime.preprocess.audio import audio_of
-from tformer_runtime.tasks import CtcRecognition, Segment, Transcription, is_speech_to_text
-from tformer_serve.answers import json_response
+from tformer_runtime.tasks import Segment, Transcription, is_speech_to_text
 from tformer_serve.errors import ApiError
-from tformer_serve.event_stream import while_connected
 from tformer_serve.registry import ServedModel
 from tformer_serve.request_context import RequestContext, context_of, on_body, run_limited
+from tformer_serve.responses.answers import json_response
+from tformer_serve.responses.event_stream import while_connected
+from tformer_serve.responses.subtitles import phrases, srt, vtt
 from tformer_serve.schemas.forms import read_form
 from tformer_serve.schemas.transcriptions import TranscriptionRequest
 from tformer_serve.state import State
-from tformer_serve.subtitles import phrases, srt, vtt
 
 MAX_AUDIO_SAMPLES = 1 << 28  # 1 GiB: 93 minutes at 48 kHz, with one channel
 
@@ -45,7 +46,7 @@ async def transcribe(request: Request, state: State) -> Response:
         served = state.models.named(body.model)
         generates = is_speech_to_text(served.model.manifest)
         if not generates:  # refuses a model of another task
-            served.model.calls.single_pass("transcribe", kind=CtcRecognition)
+            served.model.calls.single_pass(TRANSCRIBE)
         settings = body.settings(generates)
         result, seconds = await while_connected(request, _transcription(context, served, recording, settings))
     segments = result.segments if generates else phrases(result.segments)

@@ -10,11 +10,12 @@ from pydantic import create_model
 from tformer_runtime.decoding.options import OPTIONS, GenerationOptions
 from tformer_serve.schemas.base import RequestBody
 
-_NOT_IN_JSON = {
-    "logits_processor": ("it is a function: set logit_bias or a constraint", ()),
-    "draft_model": ("it is a model: set prompt_lookup", ()),
+_OPTIONS = [name for name, spec in OPTIONS.items() if spec.not_in_json is None]
+_NOT_IN_JSON: dict[str, tuple[str, tuple[Any, ...]]] = {
+    name: (f"it is {spec.not_in_json[0]}: {spec.not_in_json[1]}", ())
+    for name, spec in OPTIONS.items()
+    if spec.not_in_json is not None
 }
-_OPTIONS = [name for name in OPTIONS if name not in _NOT_IN_JSON]
 
 
 class GenerateBody(RequestBody):

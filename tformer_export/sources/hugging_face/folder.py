@@ -63,6 +63,7 @@ from tformer_export.sources.tokenizer import (
 from tformer_export.sources.untrusted_files import refuse_outside_weights, refuse_special_files
 from tformer_runtime.base.errors import MissingExtraError, SourceError
 from tformer_runtime.base.extras import install_command
+from tformer_runtime.decoding.options import OPTIONS
 from tformer_runtime.format.manifest import SpecialTokens
 
 logger = logging.getLogger(__name__)
@@ -394,22 +395,6 @@ def _special(config: Any, generation: Any, inner: Any = None) -> SpecialTokens:
     return SpecialTokens(start, ends, pad if isinstance(pad, int) else None)
 
 
-_SHARED_OPTIONS = (  # options with the same meaning in transformers and in the runtime
-    "max_new_tokens",
-    "min_new_tokens",
-    "num_beams",
-    "num_return_sequences",
-    "length_penalty",
-    "early_stopping",
-    "num_beam_groups",
-    "diversity_penalty",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "bad_words_ids",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "stop_strings",
-)
 _SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None}  # option → default of generate()
 _NOT_CARRIED = {  # options of generate() that the runtime lacks → the value that has no effect
     "encoder_no_repeat_ngram_size": 0,
@@ -442,7 +427,7 @@ def read_generation_defaults(
     if generation is None:
         return {}
     settings = {name: value for name, value in generation.to_diff_dict().items() if value is not None}
-    defaults = {name: settings[name] for name in _SHARED_OPTIONS if name in settings}
+    defaults = {name: settings[name] for name, spec in OPTIONS.items() if spec.in_transformers and name in settings}
     for name in ("suppress_tokens", "begin_suppress_tokens"):
         if vocabulary is not None and name in defaults:
             defaults[name] = [token for token in defaults[name] if token < vocabulary]

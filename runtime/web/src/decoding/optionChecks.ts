@@ -13,19 +13,39 @@ export type EarlyStopping = boolean | "never";
 /** From all ids so far and the logits of the next token to logits of the same length. Both are copies. */
 export type LogitsProcessor = (ids: Int32Array, logits: Float32Array) => ArrayLike<number>;
 
-const MAX_SEED = 2n ** 64n - 1n;
-
 export function wholeNumber(minimum: number, maximum = MAX_INT): Check<number> {
   return (name, value) => checkInt(name, value, minimum, maximum);
 }
 
-/** Return a check for a finite number for which `holds` is true. description: the allowed numbers, for the error. */
-export function number(description: string, holds: (value: number) => boolean = () => true): Check<number> {
+/** Bounds of a number. above: the number must be greater. orZero: whether 0 is allowed, whatever the bounds. */
+interface Bounds {
+  readonly minimum?: number;
+  readonly above?: number;
+  readonly maximum?: number;
+  readonly orZero?: boolean;
+}
+
+/** Return a check for a finite number within bounds. allowed: the allowed numbers, for the error. */
+export function number(allowed: string, bounds: Bounds = {}): Check<number> {
+  const { minimum = -Infinity, above = -Infinity, maximum = Infinity, orZero = false } = bounds;
   return (name, value) => {
-    if (typeof value !== "number" || !Number.isFinite(value) || !holds(value)) {
-      throw invalidValue(name, description, value);
+    const allows = (x: number) => (orZero && x === 0) || (minimum <= x && above < x && x <= maximum);
+    if (typeof value !== "number" || !Number.isFinite(value) || !allows(value)) {
+      throw invalidValue(name, allowed, value);
     }
     return value;
+  };
+}
+
+/** Return a check for a whole number that may be beyond 2 ** 53: a number, or a bigint. */
+export function bigInteger(minimum: bigint, maximum: bigint): Check<bigint> {
+  return (name, value) => {
+    const isWhole = typeof value === "bigint" || (typeof value === "number" && Number.isSafeInteger(value));
+    const whole = isWhole ? BigInt(value as number | bigint) : minimum - 1n;
+    if (whole < minimum || whole > maximum) {
+      throw invalidValue(name, `a whole number from ${minimum} to ${maximum} (a bigint beyond 2 ** 53)`, value);
+    }
+    return whole;
   };
 }
 
@@ -39,16 +59,6 @@ export const earlyStopping: Check<EarlyStopping> = (name, value) => {
 export const text: Check<string> = (name, value) => {
   if (typeof value !== "string" || !value) throw invalidValue(name, "a string that is not empty", value);
   return wholeCharacters(name, value);
-};
-
-/** A seed: a number up to 2 ** 53, or a bigint up to 2 ** 64 - 1. */
-export const seed: Check<bigint> = (name, value) => {
-  const isWhole = typeof value === "bigint" || (typeof value === "number" && Number.isSafeInteger(value));
-  const whole = isWhole ? BigInt(value as number | bigint) : -1n;
-  if (whole < 0n || whole > MAX_SEED) {
-    throw invalidValue(name, `a whole number from 0 to ${MAX_SEED} (a bigint beyond 2 ** 53)`, value);
-  }
-  return whole;
 };
 
 export const stopStrings: Check<readonly string[]> = (name, value) => {

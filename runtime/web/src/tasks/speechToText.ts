@@ -9,9 +9,10 @@
 
 import { numberArray, type NumberArray } from "../base/arrays.js";
 import { InputError, ModelFileError, OptionError } from "../base/errors.js";
-import { checkBoolean, checkInt, invalidValue } from "../base/validation.js";
+import { checkBoolean, invalidValue } from "../base/validation.js";
 import type { Generator } from "../decoding/generator.js";
-import { MAX_WIDTH, settingsOf, type Settings } from "../decoding/options.js";
+import { settingsOf, type Settings } from "../decoding/options.js";
+import { OPTIONS } from "../decoding/optionTable.js";
 import { inOrder, type Item } from "../decoding/ordered.js";
 import type { Request, Result } from "../decoding/request.js";
 import type { Manifest } from "../format/manifest.js";
@@ -135,7 +136,7 @@ export class SpeechToText {
       if (typeof value !== "string") throw invalidValue(name, "a text", value);
       find(value);
     }
-    if (numBeams !== undefined) checkInt("numBeams", numBeams, 1, MAX_WIDTH);
+    if (numBeams !== undefined) OPTIONS.numBeams[0]("numBeams", numBeams);
     return { timestamps, numBeams, language, task } as SpeechSettings;
   }
 

@@ -234,7 +234,7 @@ def test_config_is_carried_over_and_lost_options_are_named(num_start_tokens, con
             {"suppress_tokens": "ab"},
             "the model file's generation defaults: suppress_tokens must be a sequence of token ids",
         ),
-        ({"logits_processor": max}, "logits_processor is a callable, which a file cannot hold"),
+        ({"logits_processor": max}, "logits_processor is a function, which a file cannot hold"),
         ({"num_return_sequences": 2}, "num_return_sequences=2 needs a num_beams of at least 2, or sampling"),
     ],
 )

@@ -335,7 +335,8 @@ def test_rows_share_a_context_in_every_form(analysed, tmp_path):
     gate = ParityGate(analysed.source, compiled.inputs)
     sources = [gate.draw_request(n)["src"] for n in (5, 9)]
     tokens = np.arange(12).reshape(6, 2) + 3
-    shared = engine.start({"src": sources}, 2, repeat=3)
+    shared = engine.start({"src": sources}, 2)
+    engine.reorder(shared, np.repeat([0, 1], 3))
     separate = engine.start({"src": [sources[i // 3] for i in range(6)]}, 6)
     np.testing.assert_allclose(engine.step(shared, tokens), engine.step(separate, tokens), atol=1e-5)
 

@@ -29,6 +29,7 @@ from tformer_runtime import (
     UnsupportedCallError,
 )
 from tformer_runtime.decoding.batch_queue import BatchQueue
+from tformer_runtime.model_calls import ENTITIES
 from tformer_runtime.tasks import given_tokens
 
 HANG = 120  # seconds, of a machine under any load
@@ -169,7 +170,7 @@ def test_fifty_concurrent_calls_equal_those_of_model(load, name):
 def test_call_runs_on_many_inputs_and_counts_their_ids(load):
     """Windows of a text share ids, which are counted in each."""
     model = load("spans")
-    call = model.calls.single_pass("label spans", {"doc_stride": 2})
+    call = model.calls.single_pass(ENTITIES, {"doc_stride": 2})
     texts = [*TEXTS, "day " * 19]
     expected = model.entities(texts, doc_stride=2)
 

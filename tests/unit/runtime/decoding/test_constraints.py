@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from examples.training import words
 from examples.training.g2p import target_tokenizer
 from tformer_runtime.base.errors import MissingExtraError, OptionError
-from tformer_runtime.decoding.constraints import Grammar, Guide
+from tformer_runtime.decoding.rules.constraints import Grammar, Guide
 
 TEXT = [
     "the cat sat on the mat, and the other cat ate it.",

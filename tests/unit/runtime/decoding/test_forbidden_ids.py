@@ -10,8 +10,8 @@ import pytest
 
 from tformer_runtime.backend.cuda_graphs import DeviceLogits
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import GenerationOptions, Settings
+from tformer_runtime.decoding.rules.logit_rules import make_rules
 from tformer_runtime.decoding.sampling import log_normalizer
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask

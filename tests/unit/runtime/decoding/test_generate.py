@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support import hf_models as hf
 
 from tformer_runtime.decoding.beam_ranking import best
-from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import GenerationOptions, Settings
 from tformer_runtime.decoding.row_placement import pad_rows, place_rows
+from tformer_runtime.decoding.rules.logit_rules import make_rules
 from tformer_runtime.decoding.scheduler import Scheduler
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.format.manifest import SpecialTokens

@@ -8,8 +8,11 @@ import json
 import numpy as np
 import pytest
 
+import write_options
 from tformer_runtime import GenerationOptions, OptionError
 from tformer_runtime.decoding.options import OPTIONS, Settings
+
+WRITTEN_FILES = write_options.written_files()
 
 
 def settled(defaults=None, **options):
@@ -223,7 +226,7 @@ def test_settings_are_equal_only_with_the_same_processor():
 
 
 def test_file_cannot_hold_a_callable():
-    with pytest.raises(OptionError, match="defaults: logits_processor is a callable, which a file cannot hold"):
+    with pytest.raises(OptionError, match="defaults: logits_processor is a function, which a file cannot hold"):
         settled({"logits_processor": max})
 
 
@@ -237,7 +240,13 @@ def test_options_are_frozen_and_comparable():
         options.seed = 1
 
 
+@pytest.mark.parametrize("path", WRITTEN_FILES, ids=lambda path: path.name)
+def test_written_files_agree_with_the_table(path):
+    assert path.read_text(encoding="utf-8") == WRITTEN_FILES[path], "the table has changed: run `make options`"
+
+
 def test_every_setting_is_an_option_with_a_value():
     names = [f.name for f in dataclasses.fields(GenerationOptions)]
     assert list(Settings.__struct_fields__) == names
     assert list(OPTIONS) == names
+    assert {name: getattr(Settings(), name) for name in names} == {n: spec.default for n, spec in OPTIONS.items()}

@@ -16,8 +16,8 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 from transformers.generation import GenerationMixin, LogitsProcessor
 
 from tformer_runtime import GenerationOptions, OptionError
-from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.rules.logit_rules import make_rules
 from tformer_runtime.format.manifest import SpecialTokens
 
 VOCABULARY, ENDS = 12, (2, 7)

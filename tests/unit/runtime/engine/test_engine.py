@@ -158,11 +158,12 @@ def test_reordered_rows_equal_the_full_computation(toy_and_engine):
         rows.feed([1])
 
 
-def test_repeat_places_rows_of_a_request_next_to_each_other(toy_and_engine):
+def test_rows_of_a_request_may_repeat(toy_and_engine):
     toy, engine = toy_and_engine
     rows = Rows(toy, engine, rows=2)
     sources = {"src": [np.array([5, 6]), np.array([7])]} if toy.encoder else None
-    state = engine.start(sources, rows=2, repeat=2)
+    state = engine.start(sources, rows=2)
+    engine.reorder(state, np.array([0, 0, 1, 1]))
     tokens = np.array([[4], [4], [9], [9]])
     logits = engine.step(state, tokens)
     np.testing.assert_array_equal(logits[0], logits[1])

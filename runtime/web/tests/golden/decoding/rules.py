@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from golden_file import GoldenFile
 
-from tformer_runtime.decoding.logit_rules import forbidden_ids, make_rules, read_length_alone
 from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.rules.logit_rules import forbidden_ids, make_rules, read_length_alone
 from tformer_runtime.format.manifest import SpecialTokens
 
 CASES, VOCABULARY = 600, 24

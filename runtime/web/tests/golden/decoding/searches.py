@@ -10,8 +10,8 @@ import numpy as np
 from golden_file import GoldenFile
 
 from tformer_runtime.decoding.beam_search import BeamSearch
-from tformer_runtime.decoding.logit_rules import make_rules
 from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.rules.logit_rules import make_rules
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.decoding.token_search import TokenSearch
 from tformer_runtime.format.manifest import SpecialTokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from starlette.responses import Response
 
 from tformer_runtime.decoding.sequence import Alternatives
 from tformer_runtime.model import Model
-from tformer_serve.generation import now
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 MAX_LOOP_NUMBERS = 10_000  # an answer with more is written in another thread
@@ -23,7 +23,7 @@ MIN_LOGPROB = -9999.0  # in the place of −∞, which JSON lacks, as in OpenAI'
 
 def new_answer(prefix: str, kind: str, model: str) -> dict[str, Any]:
     """Return the fields of every answer. prefix: of its id. kind: of the object."""
-    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": now(), "model": model}
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
 
 
 class Logprobs:

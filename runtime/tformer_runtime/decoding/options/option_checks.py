@@ -1,8 +1,9 @@
 """Checks of single generation options, and the parsers of their text on the command line.
 
-A check takes an option's name and value and returns the value in the form that `GenerationOptions` keeps: tuples for
-lists, JSON text for a JSON schema. It raises OptionError, with the option's name, for an impossible value. A parser
-turns the text of a command-line option into a value. It raises ValueError for text without a value.
+A check takes an option's name and value and returns the value in the form that `Settings` keeps: tuples for lists, JSON
+text for a JSON schema. The annotation of this form is the type of the setting. A check raises OptionError, with the
+option's name, for an impossible value. A parser turns the text of a command-line option into a value. It raises
+ValueError for text without a value.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy.typing as npt
+from msgspec import Struct
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
@@ -36,19 +38,41 @@ class HasEngine(Protocol):
     def engine(self) -> Engine: ...
 
 
-def whole_number(minimum: int, maximum: int = MAX_INT) -> Check:
-    return lambda name, value: check_int(name, value, minimum, maximum)
+class WholeNumber(Struct, frozen=True):
+    """A check for a whole number within bounds."""
+
+    minimum: int
+    maximum: int = MAX_INT
+
+    def __call__(self, name: str, value: Any) -> int:
+        return check_int(name, value, self.minimum, self.maximum)
 
 
-def number(description: str, holds: Callable[[float], bool] = lambda _: True) -> Check:
-    """Return a check for a finite number for which `holds` is true. description: the allowed numbers, for the error."""
+class Number(Struct, frozen=True, kw_only=True):
+    """A check for a finite number within bounds.
 
-    def check(name: str, value: Any) -> float:
-        if not (_is_finite(value) and holds(value)):
-            raise invalid_value(name, description, value)
+    allowed: the allowed numbers, for the error.
+    above: the number must be greater.
+    or_zero: whether 0 is allowed, whatever the bounds.
+    """
+
+    allowed: str
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    or_zero: bool = False
+
+    def __call__(self, name: str, value: Any) -> float:
+        if not (_is_finite(value) and self._allows(value)):
+            raise invalid_value(name, self.allowed, value)
         return float(value)
 
-    return check
+    def _allows(self, value: float) -> bool:
+        return (self.or_zero and value == 0) or (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+        )
 
 
 def boolean(name: str, value: Any) -> bool:

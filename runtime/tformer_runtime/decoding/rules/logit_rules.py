@@ -33,8 +33,7 @@ import numpy as np
 
 from tformer_runtime.base.arrays import F32, Ints
 from tformer_runtime.base.errors import OptionError
-from tformer_runtime.decoding.option_checks import LogitsProcessor
-from tformer_runtime.decoding.options import Settings
+from tformer_runtime.decoding.options import LogitsProcessor, Settings
 from tformer_runtime.format.manifest import SpecialTokens
 
 NO_IDS: Ints = np.zeros(0, np.int64)
