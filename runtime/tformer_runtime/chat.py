@@ -94,7 +94,7 @@ class Chat:
     answers are concatenated.
 
     A model that reads images takes messages of several parts, as `Model.prompt` does, in a file with a chat template.
-    A turn with images reads the conversation anew, because the images are encoded together.
+    A turn with images reads the conversation again, because the images are encoded together.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class Model:
             raise ModelFileError(f"the defaults of {path} are damaged ({error}): export the model again") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments of `load`: a spawned process opens the file anew."""
+        """Pickle the arguments of `load`: a spawned process opens the file again."""
         self.calls.must_be_open()
         session = self.engine.session
         resources = session.threads, self.budget.limit, session.verified, session.max_run_seconds

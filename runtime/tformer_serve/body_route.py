@@ -37,7 +37,7 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 class BodyRoute(APIRoute):
     """Calls its function with the body, the request and the state of the server, and parses the body with msgspec.
 
-    msgspec takes a quarter of the time of json for many numbers, and it refuses NaN, which is no JSON.
+    msgspec takes a quarter of the time of json for many numbers, and it refuses NaN, which is not JSON.
     """
 
     def get_route_handler(self) -> Handler:

@@ -40,7 +40,8 @@ class ModelFile:
             name, path = Path(argument).stem, argument
         if not _NAME.fullmatch(name):
             raise OptionError(
-                f"{name!r} is no name for a model: give one of letters, digits, '.', '_', '-', ':' and '/' as NAME=FILE"
+                f"{name!r} is not a name for a model: give one of letters, digits, '.', '_', '-', ':' and '/' as "
+                "NAME=FILE"
             )
         return cls(name, Path(path))
 

@@ -41,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise OptionError(f"{host} is no address to listen at: {error.strerror or error}", option="host") from error
+        raise OptionError(f"{host} is not an address to listen at: {error.strerror or error}", option="host") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)

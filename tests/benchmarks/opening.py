@@ -2,7 +2,7 @@
 
     python tests/benchmarks/opening.py MODEL.onnx ... [--rounds 7] [--command]
 
-For each file, processes are started by turns: a bare onnxruntime session of the file, `Model.load` with a first token,
+For each file, processes are started alternately: a bare onnxruntime session, `Model.load` with a first token,
 and, with --command, `tformer-run` with one input. A cell is the least time of a round, and the processor time of the
 same: other work on the machine makes both longer. Then the file is opened once more, and four worker processes are
 forked: resident MB before, while and after opening, and of all five processes together (pages that several have count

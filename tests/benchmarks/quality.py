@@ -136,7 +136,7 @@ def _check(form: Form, figures: Mapping[str, float]) -> None:
 def _row(
     form: Form, result: Mapping[str, Any], base: Mapping[str, Sequence[float]], parameters: int, constants: int
 ) -> dict[str, Any]:
-    """Return a row of the results. constants: bytes of a file of tformer's that are no weights, such as angles."""
+    """Return a row of the results. constants: bytes of a file of tformer's that are not weights, such as angles."""
     weights = result["weights"] - (constants if form.peer == OURS else 0)
     return {
         "engine": form.peer.name,

@@ -52,5 +52,5 @@ def test_adapters_that_do_not_go_with_other_options_are_refused(work, refused):
     Path("lines.txt").write_text("1 2\t3", encoding="utf-8")
     assert "leave out either of them" in refused("model", "--adapters", "formal", "--shortlist", "lines.txt")
     assert refused("model", "--adapters", "formal", "nothing", "-o", "m.onnx") == (
-        "nothing is no folder of an adapter: it holds no adapter_config.json"
+        "nothing is not a folder of an adapter: it holds no adapter_config.json"
     )

@@ -126,8 +126,8 @@ def test_rows_that_cannot_be_read_have_errors(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'{"a": 1}\n[1]\n{"a": \n\xff\n{"a": 2}\n')
     _, (rows,) = parts_of(tmp_path / "x.jsonl", 10)
     assert {i: error.reason for i, error in rows.errors.items()} == {
-        1: "'[1]' is no object of JSON",
-        2: "'{\"a\": ' is no object of JSON",
+        1: "'[1]' is not an object of JSON",
+        2: "'{\"a\": ' is not an object of JSON",
         3: "it is not UTF-8",
     }
     assert rows.values("a") == [1, None, None, None, 2]

@@ -73,7 +73,7 @@ class Recorder:
         self.counts: Counter[str] = Counter()
 
     def warm_up(self, number: int, case: bytes) -> None:
-        """Run a seed, because the memory of what it imports is no growth. number, case: of the first case."""
+        """Run a seed, because the memory of what it imports is not a growth. number, case: of the first case."""
         self.state.write(number, case, resident())
         outcome_of(self.target, self.target.seeds()[0])
         self.write({"ready": resident()})

@@ -124,7 +124,7 @@ def run_audio(data: bytes) -> None:
             failure = failure or error
             continue
         if not np.isfinite(features).all():
-            raise WrongOutcomeError("features that are no numbers")
+            raise WrongOutcomeError("features that are not numbers")
     if failure is not None:
         raise failure
 

@@ -27,7 +27,7 @@ def test_cases_of_the_corpus_and_new_ones_end_in_a_result_or_a_sentence(name):
     report = run_target(name, seed=0, cases=cases, seconds=MANY_SECONDS)
     assert told(report) == []
     assert report.cases >= cases
-    assert report.counts["result"] > 0  # the seeds, which are changed, are no damaged input themselves
+    assert report.counts["result"] > 0  # the seeds, which are changed, are not damaged themselves
 
 
 def test_every_folder_of_the_corpus_has_a_target():

@@ -258,7 +258,7 @@ REFUSED = {  # a change of a folder that a file has no counterpart for → a par
     "tokenizer": (lambda f: rewrite(f / BERT, tokenizer_args={"add_bos": True}), "sets tokenizer_args.add_bos"),
     "dimensions": (
         lambda f: rewrite(f / "config_sentence_transformers.json", truncate_dim=-1),
-        "sets truncate_dim to -1, which is no number of a vector",
+        "sets truncate_dim to -1, which is not a size of a vector",
     ),
     "pooling": (
         lambda f: rewrite(f / "1_Pooling" / "config.json", pooling_mode_pairs=True),

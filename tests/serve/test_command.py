@@ -54,8 +54,8 @@ def test_model_that_cannot_be_loaded_stops_the_start(tmp_path, files):
 def test_wrong_names_are_refused(files):
     letters = files["letters"]
     assert refused("--port", "0", letters, letters).startswith("two files have the name 'letters': name them apart")
-    assert refused("--port", "0", f"a b={letters}").startswith("'a b' is no name for a model: give one of letters")
-    assert refused("--port", "0", f"={letters}").startswith("'' is no name for a model")
+    assert refused("--port", "0", f"a b={letters}").startswith("'a b' is not a name for a model: give one of letters")
+    assert refused("--port", "0", f"={letters}").startswith("'' is not a name for a model")
 
 
 def test_wrong_options_are_refused(tmp_path, files):
@@ -66,7 +66,7 @@ def test_wrong_options_are_refused(tmp_path, files):
     assert refused("--tls-key", tmp_path / "none", letters).startswith("--tls-key needs tls_cert: give the certificate")
     assert refused("--tls-cert", tmp_path / "none", letters).startswith("TLS cannot use ")
     assert refused("--port", "0", "--allowed-host", "a.example:80", letters).startswith("--allowed-host must be a name")
-    assert refused("--host", "no such host", letters).startswith("no such host is no address to listen at: ")
+    assert refused("--host", "no such host", letters).startswith("no such host is not an address to listen at: ")
     (tmp_path / "keys").write_text("a b")
     assert refused("--api-key-file", tmp_path / "keys", letters).startswith("key 1 of ")
     with socket.socket() as taken:

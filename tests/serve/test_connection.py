@@ -86,7 +86,7 @@ def test_head_of_a_request_has_a_limit(server, name, part):
     ids=["trailer", "extension of a chunk"],
 )
 def test_other_parts_of_a_request_have_the_same_limit(server, body, part):
-    """They are no part of the body, whose size has a limit of its own."""
+    """They are not part of the body, whose size has a limit of its own."""
     head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer = server.answer_to(head, *(body[start : start + part] for start in range(0, len(body), part)))
     assert status_of(answer) == 431
@@ -104,7 +104,7 @@ def test_text_that_is_no_request_is_told_so(server, text):
 
 
 def test_body_that_breaks_off_after_its_answer_ends_the_connection(server, caplog):
-    """The request is refused before its body is read. What follows is no chunk."""
+    """The request is refused before its body is read. What follows is not a chunk."""
     head = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nX-Request-Timeout: x\r\n"
     with server.connect() as connection:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")

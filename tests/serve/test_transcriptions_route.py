@@ -195,4 +195,4 @@ def test_pages_of_other_origins_may_send_no_forms(task_server):
     refused = post(task_server, content, **kind, Origin="https://evil.example")
     assert refused.status_code == 403
     assert "name the origin with --cors-origin" in refused.json()["error"]["message"]
-    assert post(task_server, content, **kind, Origin=task_server.url).status_code == 400  # the file is no recording
+    assert post(task_server, content, **kind, Origin=task_server.url).status_code == 400  # the file is not a recording

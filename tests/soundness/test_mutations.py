@@ -96,7 +96,7 @@ def judge(name, folder, count):
         try:
             engine = Engine(folder / "mutated.onnx", "cpu", threads=1)
             changes = checked.changes(engine)
-        except Exception:  # a graph that does not run is no file
+        except Exception:  # a graph that does not run is not a file
             outcomes["does not run"] += 1
             continue
         if not changes:

@@ -50,7 +50,7 @@ class Numpy(TinyDecoder):
 
 
 class GrownTable(TinyDecoder):
-    """A table in an attribute, made anew when a longer one is needed."""
+    """A table in an attribute, made again when a longer one is needed."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class BufferOfForward(TinyDecoder):
 
 
 class SameSizeAsBefore(TinyDecoder):
-    """PyTorch's word language model: the mask is made anew when the length changes."""
+    """PyTorch's word language model: the mask is made again when the length changes."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """The check of an exported file against its original module. It shares nothing with the gate of the export.
 
-A model that is stepped over decodes four rows of different lengths in one batch. The original module is called anew on
+A model that is stepped over decodes four rows of different lengths in one batch. The original module is called again on
 each growing row, alone. A single-pass model runs batches of three sizes and three lengths, and the original module each
 of their rows alone. The data are not those of the example.
 """

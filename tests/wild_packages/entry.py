@@ -130,7 +130,7 @@ class Entry:
 
     @torch.no_grad()
     def original(self, module: nn.Module, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the output of the original module for one row, called anew."""
+        """Return the output of the original module for one row, called again."""
         inputs = {name: torch.from_numpy(np.asarray(row))[None] for name, row in rows.items()}
         if self.reads is not None:
             output = self.reads(module, **inputs)

@@ -97,7 +97,7 @@ def _kept(original: Callable[[SymNode, SymNode], SymNode]) -> Callable[[SymNode,
 
 
 def _symbols_skipped(maybe_as_int: Callable[[SymNode], int | None]) -> Callable[[SymNode], int | None]:
-    """Return the function without the work for a size that no other one replaces: it is no number."""
+    """Return the function without the work for a size that no other one replaces: it is not a number."""
 
     def number(size: SymNode) -> int | None:
         sizes = size.shape_env

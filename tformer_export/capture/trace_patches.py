@@ -314,7 +314,7 @@ def composites_registered_fast() -> Iterator[None]:
     """Patch what `run_decompositions` does for torch's composite operators, which is the same for all programs.
 
     It lists them once for each library of operators, and registers twenty kernels for each of them. Each registration
-    makes annotations of types anew.
+    makes annotations of types again.
     """
     utils, original = torch._export.utils, torch._ops.OperatorBase.py_impl
     materialize = utils._materialize_cpp_cia_ops

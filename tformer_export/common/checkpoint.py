@@ -276,7 +276,7 @@ def _trusted_callable(path: str, trust: Sequence[str]) -> Callable[..., Any]:
     is_module_class = isinstance(target, type) and issubclass(target, nn.Module) and _is_within(home, OWN_PACKAGES)
     if not is_module_class and not _is_within(home, trust):
         raise SourceError(
-            f"the file names the factory {path}, which is no module class of {' or '.join(OWN_PACKAGES)}, and is "
+            f"the file names the factory {path}, which is not a module class of {' or '.join(OWN_PACKAGES)}, and is "
             f"defined in {home or 'no module'}: if you trust it, say so, --trust {home or name}"
         )
     return target

@@ -70,7 +70,7 @@ def transposed_weight(value: ir.Value | None) -> ir.Value | None:
 
 
 def only_user(value: ir.Value) -> ir.Node | None:
-    """Return the node that reads a value, if there is exactly one reader and the value is no output of its graph."""
+    """Return the node that reads a value, if it is the only reader and the value is not an output of its graph."""
     uses = list(value.uses())
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 

@@ -59,7 +59,7 @@ def fill_fully_masked(
 
 
 def _hides_by_content(captured: CapturedGraph, bias: Node, masks: Collection[str], computed: bool) -> bool:
-    """Return whether a bias may hide a key, and follows from the content of an input that is no mask of padding.
+    """Return whether a bias may hide a key, and follows from the content of an input that is not a mask of padding.
 
     computed: whether to expect a −inf that is computed: a logarithm, a quotient, or a sum of the lowest numbers.
     """

@@ -21,7 +21,7 @@ class ColumnBlock:
 
 
 def find_column_block(value: ir.Value) -> ColumnBlock | None:
-    """Return the columns of which a value consists, all of its own if it is no part of another value.
+    """Return the columns of which a value consists, all of its own if it is not part of another value.
 
     Return None if the number of columns is unknown. Cost: the number of splits, one after another.
     """

@@ -71,7 +71,7 @@ def _into_projection(model: ir.Model, query: ir.Value, scale: float) -> bool:
 def _projection(result: ir.Value) -> tuple[ir.Value, ir.Value | None] | None:
     """Return the weight of the projection that computes a value, and its bias, if it has one.
 
-    Return None if the value is no result of a projection, or if other nodes read the weight or the product.
+    Return None if the value is not a result of a projection, or if other nodes read the weight or the product.
     """
     node, bias = result.producer(), None
     if node is not None and node.op_type == "Add" and not node.domain:

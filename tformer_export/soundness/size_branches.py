@@ -199,8 +199,8 @@ def _ends_for_some_ids(
 ) -> bool:
     """Return whether forward runs at a length but no further for sequences of a single id.
 
-    Many models count the positions of the ids that are no padding. So they run on longer sequences that have padding.
-    Of two ids, one is no padding.
+    Many models count the positions of the ids that are not padding. So they run on longer sequences that have padding.
+    Of two ids, one is not padding.
     """
     if (captured.step_name, 1) not in axes:
         return False
@@ -220,7 +220,7 @@ def _of_one_id(captured: CapturedGraph, inputs: dict[str, torch.Tensor]) -> list
 def limit_by_counted_positions(captured: CapturedGraph, source: Source, longest: int) -> None:
     """Limit the length to that at which forward runs, in place, if it counts positions by data and looks them up.
 
-    `self.positions((ids != 7).cumsum(1))` is no table over positions, whose end staging would find.
+    `self.positions((ids != 7).cumsum(1))` is not a table over positions, whose end staging would find.
 
     Cost: none without such a lookup. Else two runs of forward with one row, of `MAX_COUNTED` positions at most; if one
     fails, as many as the logarithm of that number.

@@ -69,7 +69,7 @@ def _load(path: Path) -> Any:
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise SourceError(f"{path} is no file of safetensors: {error}") from error
+            raise SourceError(f"{path} is not a file of safetensors: {error}") from error
     refuse_bomb(path)
     try:
         return torch.load(path, weights_only=True, map_location="cpu")

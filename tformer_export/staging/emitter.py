@@ -148,7 +148,7 @@ class Emitter:
         return value if axes == front else self.call(onnx_operators.move_axes, value, axes, front)
 
     def distinct_outputs(self, outputs: list[Node]) -> tuple[Node, ...]:
-        """Return the outputs as distinct nodes that are no inputs: each output of a graph needs its own name."""
+        """Return the outputs as distinct nodes that are not inputs: each output of a graph needs its own name."""
         placeholders = set(self.placeholders)
         return tuple(
             self.call(aten.clone.default, node) if node in placeholders or node in outputs[:i] else node

@@ -2,7 +2,7 @@
 
 A model may put rows in front of its sequence: a row of zeros, learned registers, the keys of a learned prefix. An axis
 of n + time rows then holds n rows that are the same for any tokens. The rows of a window keep them, so an operation
-that drops or adds them commutes with restriction like any other. They are computed anew in each step.
+that drops or adds them commutes with restriction like any other. They are computed again in each step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def possible_layouts(size: sympy.Expr, time: sympy.Symbol, entries: int, length:
 
 
 def _rows_besides(size: sympy.Expr, time: sympy.Symbol) -> int | None:
-    """Return n of an expression outer · stride · (time + n); None if n is no number of 0 or more."""
+    """Return n of an expression outer · stride · (time + n); None if n is not a number of 0 or more."""
     expanded = sympy.expand(size)
     factor = expanded.coeff(time, 1)
     rest = sympy.simplify(expanded - factor * time)

@@ -31,7 +31,7 @@ from tformer_export.common.source_lines import size_words
 from tformer_export.staging.layouts import Layout
 
 SINGLE_PASS_ADVICE = "export the model without a step input (step_input=None) to run it once per input"
-MAX_PATH_OPERATIONS = 12  # between a value whose rows are no positions and a value whose rows are
+MAX_PATH_OPERATIONS = 12  # between a value whose rows are not positions and a value whose rows are
 
 
 class ValueLayouts(Protocol):
@@ -112,18 +112,18 @@ def _first(value: Any) -> Any:
 
 
 def _has_other_rows(layouts: ValueLayouts, node: Node) -> bool:
-    """Return whether the number of rows on an axis is no multiple of the number of positions."""
+    """Return whether the number of rows on an axis is not a multiple of the number of positions."""
     return node in layouts.unknown_layouts and bool(_other_axes(layouts, node))
 
 
 def _other_axes(layouts: ValueLayouts, node: Node) -> list[int]:
-    """Return the time axes whose number of rows is no multiple of the number of positions."""
+    """Return the time axes whose number of rows is not a multiple of the number of positions."""
     shape = _first(layouts.values[node]).shape
     return [axis for axis in layouts.time_axes(node) if shape[axis] % layouts.sizes[layouts.time]]
 
 
 def _explain_other_rows(layouts: ValueLayouts, node: Node) -> str:
-    """Return the message for a value whose rows are no positions, by its effect on the next value whose rows are."""
+    """Return the message for a value whose rows are not positions, by its effect on the next value whose rows are."""
     rows = expression(_first(meta(node)).shape[_other_axes(layouts, node)[0]])
     size = size_words(rows, layouts.captured.size_names)
     if not rows.is_polynomial(layouts.time):

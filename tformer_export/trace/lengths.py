@@ -1,7 +1,7 @@
 """The ways to a graph that holds for as many lengths as forward takes, in their order.
 
     at any length        after a run of forward on the example, so that no value that forward keeps comes from the trace
-    without that run     for a table that forward makes anew when it needs a longer one
+    without that run     for a table that forward makes again when it needs a longer one
     after a longer run   for such a table, which then has the greatest length
     above the limit      for a branch, such as `if window >= time`: the path of longer inputs is traced, and
                          compared with forward at shorter ones

@@ -40,7 +40,7 @@ def logit_units(expected: np.ndarray) -> np.ndarray:
 
 
 def number_units(expected: np.ndarray, rows: Sequence[np.ndarray] = ()) -> np.ndarray:
-    """Return the unit of each number of a result that is no row of logits; infinite where a mask hides it.
+    """Return the unit of each number of a result that is not a row of logits; infinite where a mask hides it.
 
     It is the greatest range that a number of the result has over `rows`, results for other inputs: a part that no input
     changes does not count. Rows of several lengths are compared by the numbers of their last axis.

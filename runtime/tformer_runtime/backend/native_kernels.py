@@ -397,7 +397,7 @@ def _load_library() -> tuple[ctypes.CDLL, Path] | str:
     except (OSError, AttributeError) as error:  # damaged, or for another system
         return f"{file} cannot be loaded: {error}"
     if version != VERSION:
-        return f"{file} has another version than this runtime: install both anew (pip install -U 'tformer[fast]')"
+        return f"{file} has another version than this runtime: install both again (pip install -U 'tformer[fast]')"
     return library, file
 
 

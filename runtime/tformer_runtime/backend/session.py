@@ -159,7 +159,7 @@ class Session:
         except ModelFileError as error:
             raise ModelFileError(f"{self.path}: {error}") from error
         except UnicodeDecodeError as error:
-            raise ModelFileError(f"{self.path} is damaged: a name in its graph is no text ({error})") from error
+            raise ModelFileError(f"{self.path} is damaged: a name in its graph is not text ({error})") from error
 
     @property
     def kernels(self) -> str | None:

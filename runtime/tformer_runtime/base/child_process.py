@@ -50,7 +50,7 @@ class ChildProcess:
             os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """Begin anew in a forked process: the child belongs to the parent, and another thread may hold the lock."""
+        """Begin again in a forked process: the child belongs to the parent, and another thread may hold the lock."""
         self._lock, self._process = threading.Lock(), None
 
     def ask(self, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files that cannot be read or written: what is no file, whose reading may never end, and names that are too long."""
+"""Files that cannot be read or written: pipes and devices, whose reading may never end, and names that are too long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def endless_reason(path: str | os.PathLike[str], name: str | None = None) -> str
     """
     if special_kind(path) is None:
         return None
-    return f"{name or os.fspath(path)} is no regular file but a pipe or a device, which may never end"
+    return f"{name or os.fspath(path)} is not a regular file but a pipe or a device, which may never end"
 
 
 def check_output_name(path: Path) -> None:

@@ -81,7 +81,7 @@ def _check(inputs: Sequence[str], options: RunOptions) -> None:
 
 
 def _call_options(job: Job) -> dict[str, Any]:
-    """Return the options of the call of a job. Raise OptionError for flags whose results are no columns."""
+    """Return the options of the call of a job. Raise OptionError for flags whose results are not columns."""
     if isinstance(job, GenerationJob):
         if job.images or job.timing or job.streams or job.heat_maps is not None:
             raise OptionError("--image, --timing, --stream and --cross-attentions are not for --ray: leave them out")

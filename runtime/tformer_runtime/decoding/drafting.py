@@ -127,7 +127,7 @@ class DraftLengthController:
 
     def record(self, kind: int, num_guesses: int, num_accepted: int) -> None:
         """Record that, of `num_guesses` guesses in a row, the first `num_accepted` came true."""
-        if num_accepted and not self._best_count(self._rate(kind)):  # the trial succeeded: begin anew
+        if num_accepted and not self._best_count(self._rate(kind)):  # the trial succeeded: begin again
             self._accepted[kind], self._made[kind], self._retry_after[kind] = (
                 _PRIOR_ACCEPTED,
                 _PRIOR_MADE,

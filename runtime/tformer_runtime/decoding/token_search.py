@@ -137,7 +137,7 @@ class _OnHost:
     def choose(self, row: SampledSequence, row_number: int, guess: Guess | None) -> tuple[int, float]:
         """Return the next token of a sequence and its log-probability. row_number: its row of logits.
 
-        Raise InputError if the logits are no numbers.
+        Raise InputError if the logits are not numbers.
         """
         if not self._norms[row_number] < np.inf:
             raise InputError(NOT_FINITE)

@@ -131,7 +131,7 @@ _HYPOTHESIS = {
 
 
 def generation_columns(settings: Settings) -> ResultColumns:
-    """Return the columns of generated texts. Raise UnsupportedCallError for options whose results are no columns."""
+    """Return the columns of generated texts. Raise UnsupportedCallError for options whose results are not columns."""
     for name in ("cross_attentions", "hidden_states"):
         if getattr(settings, name):
             raise UnsupportedCallError(f"{name} are arrays of each result, and no column of a table: leave them out")
@@ -166,7 +166,7 @@ def task_columns(task: BaseTask) -> ResultColumns:
         return _feature_columns(task.manifest)
     types = next((types for kind, types in _TYPES.items() if isinstance(task, kind)), {})
     if not types:
-        raise UnsupportedCallError(f"the results of {task.manifest.task} are no columns of a table: call predict()")
+        raise UnsupportedCallError(f"the results of {task.manifest.task} are not columns of a table: call predict()")
     return ResultColumns(types, task.format_fields)
 
 

@@ -35,7 +35,7 @@ class TableJob(Struct, frozen=True):
     call: further arguments of `Call`.
     threads: of an operator, and CPUs of a worker.
     workers: None for as many as the cluster holds.
-    part_rows: rows of a part, which is computed anew if its worker dies.
+    part_rows: rows of a part, which is computed again if its worker dies.
     result_options: the options that results depend on.
     """
 

@@ -174,7 +174,7 @@ class _parquet:  # noqa: N801  # a context manager that reads like a function
 
     def _damaged(self, error: Exception) -> InputError:
         return InputError(
-            f"{self._file.name} is no file of Parquet, or is damaged: {' '.join(str(error).split())[:200]}"
+            f"{self._file.name} is not a file of Parquet, or is damaged: {' '.join(str(error).split())[:200]}"
         )
 
 
@@ -305,7 +305,7 @@ class _JsonLines(_Lines):
                     raise ValueError("no object")
             except (ValueError, RecursionError):
                 row = {"line": line}
-                errors.setdefault(number, InputError(f"{line[:60]!r} is no object of JSON"))
+                errors.setdefault(number, InputError(f"{line[:60]!r} is not an object of JSON"))
             rows.append(row)
         return _JsonRows(rows, errors)
 

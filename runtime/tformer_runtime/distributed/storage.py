@@ -54,7 +54,7 @@ class Storage:
                 self._scheme, self.full_name = name.partition("://")[0], name
                 self._fs, self.path = fs.FileSystem.from_uri(name)
         except (OSError, ValueError) as error:  # pyarrow's errors are subclasses
-            raise OptionError(f"{name} is no file that can be reached: {_reason(error)}") from error
+            raise OptionError(f"{name} is not a file that can be reached: {_reason(error)}") from error
 
     def files(self, recursive: bool = False) -> list[StoredFile]:
         """Return the files that the name, a pattern or a folder, stands for, in the order of their names.

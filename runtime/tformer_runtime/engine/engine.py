@@ -330,7 +330,7 @@ class Engine:
             series. The outputs of such a model are called logits here.
         counts: (rows,), the number of valid tokens of each row, at least 1; None: N for every row.
         logit_positions: "last" returns float32 (rows, vocabulary) for the last token of each row; "all" returns (rows,
-            N, vocabulary). Ids that are no candidates of a row have -inf.
+            N, vocabulary). Ids that are not candidates of a row have -inf.
 
         The returned array is read-only. The next call overwrites it, and the extra outputs of the state.
         Raise InputError if a row would exceed the maximum length, MemoryBudgetError if the caches cannot grow. After

@@ -117,7 +117,7 @@ def _check_row(spec: RequestInput, shape: tuple[int, ...], masked: bool) -> None
 def _make_mask(spec: RequestInput, lengths: Mapping[str, Array], arrays: Mapping[str, Array]) -> Array:
     """Return the mask of the valid positions of the input `of`: (batch, time), and further axes of size 1."""
     if spec.of is None or spec.of not in arrays:
-        raise InputError(f"input {spec.name} is a mask of {spec.of}, which is no input of the model")
+        raise InputError(f"input {spec.name} is a mask of {spec.of}, which is not an input of the model")
     time = arrays[spec.of].shape[1]
     valid = np.arange(time) < lengths[spec.of][:, None]
     mask = valid if spec.keep else ~valid

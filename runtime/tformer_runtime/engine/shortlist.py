@@ -110,7 +110,7 @@ class Shortlist(Struct, frozen=True, eq=False):
         ids: list[Array] = [self.common, *(ids for _, ids in self.tables.values())]
         starts: list[Array] = [starts for starts, _ in self.tables.values()]
         if any(array.ndim != 1 or array.dtype.kind != "i" for array in (*ids, *starts)):
-            raise ValueError("its tables are no lists of ids")
+            raise ValueError("its tables are not lists of ids")
         if any(len(array) and not 0 <= array.min() <= array.max() < self.vocabulary for array in ids):
             raise ValueError("its tables hold ids outside the vocabulary")
         for begin, (_, listed) in zip(starts, self.tables.values(), strict=True):
@@ -227,7 +227,7 @@ def union_of_candidates(rows: Sequence[Ints | None], vocabulary: int) -> Ints | 
 
 
 class LogitScatter:
-    """Scatters the computed columns to logits of the whole vocabulary, with -inf for ids that are no candidates.
+    """Scatters the computed columns to logits of the whole vocabulary, with -inf for ids that are not candidates.
 
     A call costs one copy of the candidates of each row. After a change of the rows' requests it also costs a pass over
     the vocabulary.

@@ -283,7 +283,7 @@ class SpecialTokens(Struct, frozen=True):
 
     @property
     def pads_alone(self) -> bool:
-        """Whether the padding is no id that decoding starts or ends with."""
+        """Whether the padding is not an id that decoding starts or ends with."""
         return self.pad_token_id not in (*self.bos_token_ids, *self.eos_token_ids)
 
 

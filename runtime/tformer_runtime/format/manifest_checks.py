@@ -64,7 +64,7 @@ def check_manifest(manifest: Manifest) -> None:
         for kind, names in (("preprocessing", manifest.preprocessing), ("placeholders", manifest.placeholders)):
             for name in names:
                 if name not in inputs:
-                    raise _ContradictionError(f"{kind} is of {name!r}, which is no input")
+                    raise _ContradictionError(f"{kind} is of {name!r}, which is not an input")
         _check_unique("adapters", manifest.adapters)
         labels, outputs = manifest.output_meaning.labels, manifest.encode.outputs if manifest.encode else ()
         sizes = {output.shape[-1] for output in outputs}
@@ -111,7 +111,7 @@ def _check_encode(encode: EncodeStage) -> None:
     for spec in encode.inputs:
         _check_batch_axis(spec.name, spec.shape)
         if spec.role in ("mask", "types") and (spec.of not in names or names[spec.of].role in ("mask", "types")):
-            raise _ContradictionError(f"{spec.name!r} belongs to {spec.of!r}, which is no input of ids or data")
+            raise _ContradictionError(f"{spec.name!r} belongs to {spec.of!r}, which is not an input of ids or data")
         if spec.role == "ids" and spec.dtype not in ("int32", "int64"):
             raise _ContradictionError(f"the ids {spec.name!r} are of type {spec.dtype}")
     for output in (*encode.outputs, *encode.extras):
@@ -121,11 +121,12 @@ def _check_encode(encode: EncodeStage) -> None:
             raise _ContradictionError(f"the least length of {axis!r} is of no axis of an input")
     for axis, others in encode.no_longer_than.items():
         if not axes.issuperset((axis, *others)):
-            raise _ContradictionError(f"{axis!r} is no longer than {', '.join(others)}, and one is no axis of an input")
+            names = ", ".join(others)
+            raise _ContradictionError(f"{axis!r} is no longer than {names}, and one is not an axis of an input")
     for axis, length in encode.derived_lengths.items():
         if length.of not in axes:
             raise _ContradictionError(
-                f"the length of {axis!r} follows from {length.of!r}, which is no axis of an input"
+                f"the length of {axis!r} follows from {length.of!r}, which is not an axis of an input"
             )
 
 
@@ -144,7 +145,7 @@ def _check_decode(manifest: Manifest, decode: DecodeStage) -> None:
     _check_unique("controls", decode.controls)
     for name in decode.controls:
         if name not in CONTROLS:
-            raise _ContradictionError(f"{name!r} is no control input")
+            raise _ContradictionError(f"{name!r} is not a control input")
     _check_unique("caches", (name for cache in decode.caches for name in (cache.past, cache.present)))
     for cache in decode.caches:
         _check_batch_axis(cache.past, cache.shape)

@@ -55,7 +55,7 @@ WEIGHT_ALIGNMENT_BYTES = 64  # kernels read whole vectors, so that weights at ot
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Return the manifest of a model file.
 
-    Raise ModelFileError if the file is no tformer model, is damaged, or has another version than this runtime.
+    Raise ModelFileError if the file is not a tformer model, is damaged, or has another version than this runtime.
     """
     return manifest_of(path, read_metadata(path))
 

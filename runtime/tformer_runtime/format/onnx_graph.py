@@ -228,7 +228,7 @@ class OnnxModel(Struct, eq=False):
 
 
 def parse_model(model: bytes) -> OnnxModel:
-    """Parse a ModelProto. Raise WireError if the bytes are no model, or if a branch is too deep in others."""
+    """Parse a ModelProto. Raise WireError if the bytes are not a model, or if a branch is too deep in others."""
     values = list(iter_fields(model))
     graph = b"".join(value.content for value in values if value.number == MODEL_GRAPH)  # parts of a message are merged
     return OnnxModel(_parse_graph(graph, None, 0), [v.encoded for v in values if v.number != MODEL_GRAPH])

@@ -55,7 +55,7 @@ class WeightFiles:
         return np.frombuffer(mapped, np.uint8, tensor.length, tensor.offset)
 
     def _map(self, location: str) -> mmap.mmap | None:
-        """Map a file of the folder; None for a link or another folder, for what is no regular file, or an empty one."""
+        """Map a file of the folder; None for a link, another folder, an empty file, a pipe or a device."""
         if location not in self._files:
             self._files[location] = None
             if location and location == os.path.basename(location):

@@ -308,7 +308,7 @@ def _check_complete(file: Any, read_frames: int, name: str) -> None:
 
 
 def _check_numbers(samples: F32, begin: int, rate: int, name: str) -> None:
-    """Raise InputError for samples (samples, channels) that are no numbers. begin: the index of the first."""
+    """Raise InputError for samples (samples, channels) that are not numbers. begin: the index of the first."""
     if not np.isfinite(samples).all():
         index = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
         raise InputError(

@@ -38,7 +38,7 @@ def read_series(path: str, columns: Sequence[str], features: int) -> F64:
     a number.
     """
     if "\0" in path:
-        raise InputError(f"{path!r} is no name of a file: give that of a history")
+        raise InputError(f"{path!r} is not a name of a file: give that of a history")
     try:
         if path.endswith(".npy"):
             return _array(path)
@@ -53,7 +53,7 @@ def read_series(path: str, columns: Sequence[str], features: int) -> F64:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeEncodeError as error:
-        raise InputError(f"{path!r} is no name of a file: give that of a history") from error
+        raise InputError(f"{path!r} is not a name of a file: give that of a history") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: a history is a CSV file or numpy's .npy") from error
 

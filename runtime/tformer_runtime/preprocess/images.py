@@ -109,7 +109,7 @@ class ImagePreprocessor(Struct, frozen=True):
         """
         name = str(os.fspath(image)) if isinstance(image, (str, os.PathLike)) else "the image"
         if not name or "\0" in name:
-            raise InputError(f"{name!r} is no name of a file: give that of an image")
+            raise InputError(f"{name!r} is not a name of a file: give that of an image")
         import_optional("PIL.Image", "reading images needs Pillow", "image")
         with _errors_as_input_errors(name):
             opened = _open(image, name)

@@ -100,7 +100,7 @@ def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yield the values within a value of JSON that are no list and no object."""
+    """Yield the values within a value of JSON that are neither a list nor an object."""
     pending = [value]
     while pending:
         part = pending.pop()

@@ -37,7 +37,7 @@ class Codec:
             unknown = model.get("unk_token")
             self._unknown: int | None = self._tokenizer.token_to_id(unknown) if unknown else model.get("unk_id")
             special = {i: token for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-            # One that is normalized to another name is no special token for the package when it decodes.
+            # One that is normalized to another name is not a special token for the package when it decodes.
             self._special = {i for i, token in special.items() if self._tokenizer.id_to_token(i) == token.content}
             self._decoder: dict[str, Any] | None = parts.get("decoder")
         self._is_dropped = functools.lru_cache(maxsize=4096)(self._drops)

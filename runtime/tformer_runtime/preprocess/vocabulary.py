@@ -232,7 +232,7 @@ def _restrict(
     """Restrict a vocabulary that lacks some bytes to tokens after which each spellable text can be completed.
 
     A text can be completed after every token if each of its characters is a token, alone or after a space. So no token
-    may end within a character, nor in a space if a space is no token.
+    may end within a character, nor in a space if a space is not a token.
     Return first and later bytes, `spellable_texts` and `spellable_alone`: see `Vocabulary`.
     """
     later = {i: form for i, form in later.items() if _is_text(form)}

@@ -42,7 +42,7 @@ PRODUCTS = ("MatMulInteger", "MatMulIntegerToFloat")
 PACKED_PRODUCT = "MatMulNBits"  # of the form for few rows
 # Operators with graphs of their own that `onnx_graph` does not parse: what they read is unknown.
 UNPARSED_BRANCHES = (b"SequenceMap", b"BeamSearch", b"GreedySearch", b"Sampling")
-# Errors that a damaged graph causes: no message, names that are no texts, nodes without inputs, values that depend on
+# Errors that a damaged graph causes: no message, names that are not texts, nodes without inputs, values that depend on
 # themselves, sizes without bytes.
 DAMAGE = (WireError, LookupError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 KNOWN_DOMAINS = ("", "ai.onnx", "com.microsoft")  # branches of other operators would be unknown

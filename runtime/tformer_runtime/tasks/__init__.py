@@ -68,7 +68,7 @@ def is_speech_to_text(manifest: Manifest) -> bool:
 
 
 def generates(manifest: Manifest) -> bool:
-    """Return whether a file generates: it decodes ids, and is no speech recognizer."""
+    """Return whether a file generates: it decodes ids, and is not a speech recognizer."""
     return manifest.decode is not None and not manifest.decode.features and not is_speech_to_text(manifest)
 
 

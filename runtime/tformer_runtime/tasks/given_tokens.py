@@ -105,7 +105,7 @@ class TokenReader:
         calls: one.
         memory: a share with a reservation of `bytes_needed`. The call may be given up between two parts, by closing the
             iterator.
-        Raise InputError for log-probabilities that are no numbers.
+        Raise InputError for log-probabilities that are not numbers.
         """
         (call,) = calls
         if call.extras is None:

@@ -25,7 +25,7 @@ async function checked(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // the body is no error of the server
+    // the body is not an error of the server
   }
   throw Object.assign(new Error(message), { status: response.status });
 }

@@ -21,7 +21,7 @@ Inputs = Annotated[list[T], Field(fail_fast=True, max_length=MAX_INPUTS)]
 
 
 class RequestBody(BaseModel):
-    """A body of a request. Values have the types of JSON: "1" is no number. The first unknown field ends the checks.
+    """A body of a request. Values have the types of JSON: "1" is not a number. The first unknown field ends the checks.
 
     harmless: fields of OpenAI's API that change no answer, and the values that they may have; None for any value.
     refused: fields of OpenAI's API that this server lacks, why, and the values that mean the same as no field.

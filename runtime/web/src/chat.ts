@@ -98,7 +98,7 @@ export interface ChatParts {
  * chat template, messages and answers are texts, formatted by the template. Otherwise their ids are concatenated.
  *
  * A model that reads images takes messages of several parts in a file with a chat template. A turn with images reads the
- * conversation anew, because the images are encoded together.
+ * conversation again, because the images are encoded together.
  */
 export class Chat {
   readonly turns: Turn[] = [];
@@ -203,7 +203,7 @@ export class Chat {
   }
 
   /**
-   * Return the state of the conversation, which begins anew if the adapter or the images change: its keys are other
+   * Return the state of the conversation, which begins again if the adapter or the images change: its keys are other
    * numbers, and images are encoded together.
    */
   private async stateFor(sources: Sources, settings: Settings): Promise<State> {

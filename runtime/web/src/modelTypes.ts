@@ -25,7 +25,7 @@ export interface LoadOptions extends Pick<WasmOptions, "wasmUrl" | "wasmBinary">
   readonly onProgress?: (progress: Progress) => void;
   /**
    * Where a downloaded file is kept for the next time: "cache-api" (the default in pages), "opfs" (the origin private file
-   * system), false (nowhere; the default in Node), or a store of your own. A file that has changed is loaded anew.
+   * system), false (nowhere; the default in Node), or a store of your own. A file that has changed is loaded again.
    */
   readonly cache?: "cache-api" | "opfs" | false | ModelStore;
   /** Refuse a model of more bytes before it is downloaded. WebAssembly's memory has 4 GB. */

@@ -91,7 +91,7 @@ test("a build replaces the files of an earlier one, and no others", () => {
     expect(refused.stderr).toMatch(/mine\.onnx is of something else: remove it, or choose another folder/);
     expect(files()).toEqual(expected);
     expect(run(join(folder, "none.onnx")).stderr).toMatch(/none\.onnx does not exist/);
-    expect(run(folder).stderr).toMatch(/^\S+ is no file$/m);
+    expect(run(folder).stderr).toMatch(/^\S+ is not a file$/m);
     expect(run(join(folder, "one.onnx"), join(dist, "models/one.onnx")).stderr).toMatch(/have the same name$/m);
     expect(spawnSync(process.execPath, [join(DEMO, "build.mjs"), join(folder, "one.onnx")]).status).toBe(1);
     expect(readFileSync(join(folder, "one.onnx"), "utf8")).toBe("newer");

@@ -111,7 +111,7 @@ class Unflattened(Packed):
 
 
 class Sliced(Packed):
-    """Columns of one product; a mask cached on first use and made anew when the length changes."""
+    """Columns of one product; a mask cached on first use and made again when the length changes."""
 
     def forward(self, x):
         B, T, C = x.shape

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tformer_export.common.fx_nodes import aten
 
-MAX_CHOICES = 1024  # more are no experts, but ids or positions
+MAX_CHOICES = 1024  # more are not experts, but ids or positions
 _OF_ONE = {aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim}
 
 

@@ -97,7 +97,7 @@ class ReadMode(TorchFunctionMode):
 class NoteReads(TorchFunctionMode):
     """Notes where Python reads numbers or sizes out of tensors, in a run that is not recorded.
 
-    places: the user's line of each read. reads_more: whether one of them is no read of single numbers.
+    places: the user's line of each read. reads_more: whether one of them is not a read of single numbers.
     """
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ class Recording:
         return any(is_sized_by_data(step.target, map(self.dtype, step.operands[1:])) for step in self.steps)
 
     def dtype(self, operand: Any) -> torch.dtype | None:
-        """Return the dtype of an operand; None for one that is no tensor."""
+        """Return the dtype of an operand; None for one that is not a tensor."""
         if isinstance(operand, Constant):
             return operand.value.dtype
         if isinstance(operand, InputRef):
@@ -223,7 +223,7 @@ def record(
 
     maps_rows = any(
         isinstance(part, (OverRows, RowByRow)) for part in module.modules()
-    )  # torch.vmap is no operation itself
+    )  # torch.vmap is not an operation itself
     with torch.no_grad():
         with unchanged(module), WriteUndo(module, []), results_not_described():
             tracer = make_fx(
@@ -298,7 +298,7 @@ class _Reader:
                 references[node] = InputRef(num_inputs)
                 num_inputs += 1
             elif is_step:
-                if node.op == "get_attr":  # a tensor of the module into which forward writes: each run begins anew
+                if node.op == "get_attr":  # a tensor of the module into which forward writes: each run begins again
                     target, args = aten.clone.default, (Constant(value.clone(), node, True),)
                     if node.target in modules_tensors:
                         references[node] = modules_tensors[node.target]

@@ -151,7 +151,7 @@ class RollingRecording:
         return self.new(aten.flip.default, (rows, [0]), step, shape) if read.is_reversed else rows
 
     def finish(self, outputs: Sequence[Any], numbers: Sequence[ReadNumber]) -> Recording:
-        """Return the new recording, with its operations numbered anew."""
+        """Return the new recording, with its operations numbered again."""
         new = {old: StepResult(i) for i, old in enumerate(self.order)}
 
         def renumbered(value: Any) -> Any:

@@ -81,7 +81,7 @@ def forward_writes(recording: Recording) -> Recording:
 
 
 def _write(step: Step) -> tuple[Place, Any] | None:
-    """Return the elements that an operation writes, and their new values; None if it is no write of known elements."""
+    """Return the elements that an operation writes, with their new values; None if these elements are not known."""
     assert step.place is not None
     if step.target is aten.copy_.default:
         return step.place, step.args[1]
@@ -172,7 +172,7 @@ def _replace_operands(recording: Recording, values: Mapping[StepResult, Any]) ->
 
 
 def remove_dead_steps(recording: Recording, keep_alike: bool = False) -> Recording:
-    """Remove the operations on which no output depends, and number the others anew.
+    """Remove the operations on which no output depends, and number the others again.
 
     keep_alike: whether an operation stays if the same line runs it for an output too. So the last run of a loop, whose
         state nothing reads, has the operations of the others.

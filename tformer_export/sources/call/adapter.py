@@ -28,7 +28,7 @@ class Adapter(nn.Module):
     output: name or index of the logits; several for a single-pass model, which are returned as a tuple.
     flat_logits: whether the module returns logits (batch · time, vocabulary).
     heads: functions that are applied to the output in turn, such as a projection that forward leaves out.
-    caches: the name of each tensor into which forward writes, and that each call gets anew, → its batch axis.
+    caches: the name of each tensor into which forward writes, and that each call gets again, → its batch axis.
     row_axes: the batch axis of each output of a single-pass model; none if it is the first of all.
     numbers: the inputs that the module takes as (batch,), a number for each row. The adapter takes (batch, 1).
     positions: how forward counts the positions of the step input.

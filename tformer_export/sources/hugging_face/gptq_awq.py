@@ -124,7 +124,7 @@ def _inner_size(layer: nn.Module | None) -> int | None:
 def unpack(parts: Mapping[str, np.ndarray], packing: _Packing, name: str, inner: int | None) -> PackedWeight:
     """Unpack the tensors of a layer.
 
-    inner: its number of inputs, K; None if it is no linear layer, which is refused.
+    inner: its number of inputs, K; None if it is not a linear layer, which is refused.
 
     Raises SourceError for shapes and values that do not belong together.
     """

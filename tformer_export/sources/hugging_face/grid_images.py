@@ -32,7 +32,7 @@ def reads_grid(module: Any) -> bool:
 def read_grid(module: Any, image_size: tuple[int, int] | None) -> PatchGrid:
     """Return the grid of images of one size, height and width in pixels.
 
-    Raises SourceError without a size, for one that is no multiple of the patches, and for a config that names no
+    Raises SourceError without a size, for one that is not a multiple of the patches, and for a config that names no
     patches.
     """
     vision = module.config.vision_config

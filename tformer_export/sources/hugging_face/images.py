@@ -135,7 +135,7 @@ def read_image_steps(processor: Any, channels: int) -> ImagePreprocessor:
     error, best = min(measured, key=lambda pair: pair[0])
     if not error <= 1:
         difference = f"its pixels are {error:.3g} times what rounding explains from that"
-        difference = difference if np.isfinite(error) else "its pixels have another shape, or are no numbers"
+        difference = difference if np.isfinite(error) else "its pixels have another shape, or are not numbers"
         hint = "" if getattr(processor, "backend", "pil") == "pil" else "load it with Pillow (backend='pil'), "
         raise SourceError(
             f"the image processor {type(processor).__name__} does something else than resize, crop at the centre, "

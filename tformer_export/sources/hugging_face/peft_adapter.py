@@ -107,7 +107,7 @@ class PeftAdapter:
             folder = download(name, revision if isinstance(revision, str) else None)
         if folder is None:
             raise self.error(
-                f"names the base model {name}, which is no Hugging Face folder and no hub id: set "
+                f"names the base model {name}, which is not a Hugging Face folder and no hub id: set "
                 f"base_model_name_or_path in its {CONFIG} to its folder or hub id"
             )
         if is_adapter_folder(folder):
@@ -266,7 +266,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
     MissingExtraError without PEFT.
     """
     if not is_adapter_folder(folder):
-        raise SourceError(f"{folder} is no folder of an adapter: it holds no {CONFIG}")
+        raise SourceError(f"{folder} is not a folder of an adapter: it holds no {CONFIG}")
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(f"{folder} holds an adapter, and reading it needs PEFT: {install_command('peft')}")
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING

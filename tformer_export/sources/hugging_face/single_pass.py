@@ -185,7 +185,7 @@ def _with_token_types(source: Source, returned: bool) -> Source:
     """Add an input of token types, if they change the output. Cost: three runs.
 
     returned: whether the tokenizer returns them. Otherwise ids come without types, which are then zeros in the file; so
-        they are no input of a model that computes something else without them.
+        they are not an input of a model that computes something else without them.
     """
     adapter, ids = source.module, source.example.get(IDS)
     if not isinstance(adapter, Adapter) or ids is None or source.token_types or adapter.derived:

@@ -108,7 +108,9 @@ class SavedModel:
         """The numbers of a vector that are kept; None for all. Raises SourceError for anything but a number."""
         count = self.options.get("truncate_dim")
         if count is not None and (type(count) is not int or count < 1):
-            raise SourceError(f"{self.folder / OPTIONS} sets truncate_dim to {count!r}, which is no number of a vector")
+            raise SourceError(
+                f"{self.folder / OPTIONS} sets truncate_dim to {count!r}, which is not a size of a vector"
+            )
         return count
 
     @property

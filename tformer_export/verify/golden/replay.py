@@ -39,7 +39,7 @@ def read_golden(path: Path) -> Json:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path} is no golden file of a model: write one with tformer-golden MODEL.onnx") from error
+        raise InputError(f"{path} is not a golden file of a model: write one with tformer-golden MODEL.onnx") from error
     if golden.get("version") != VERSION:
         raise InputError(
             f"{path} is of version {golden.get('version')} of golden files and this tformer reads version {VERSION}: "

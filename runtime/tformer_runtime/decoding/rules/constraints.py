@@ -56,7 +56,7 @@ class Grammar:
             "choices": strings.
         tokenizer_json: the tokenizer in tokenizers' JSON format.
         vocabulary: the number of ids of the model.
-        ends: the end tokens, which are no part of the text.
+        ends: the end tokens, which are not part of the text.
         A definition may come from a stranger: its size is bounded here, and llguidance bounds the states and steps of
         its lexer and parser.
         Cost: milliseconds, and more for thousands of choices and for the first \\w; microseconds for each id of a new

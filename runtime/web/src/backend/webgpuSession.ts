@@ -395,7 +395,7 @@ class WebGpuBinding extends WasmBinding {
     gpu.check();
   }
 
-  /** Run with outputs that stay on the GPU, which only an IoBinding of onnxruntime allows. It is made anew for each run. */
+  /** Run with outputs that stay on the GPU, which only an IoBinding of onnxruntime allows. It is made again for each run. */
   private async runWithBinding(): Promise<void> {
     const { heap, runtime, session } = this;
     const { module } = runtime;

@@ -130,7 +130,7 @@ function makeMask(
 ): Tensor {
   const of = spec.of === undefined ? undefined : tensors.get(spec.of);
   if (of === undefined)
-    throw new InputError(`input ${spec.name} is a mask of ${spec.of}, which is no input of the model`);
+    throw new InputError(`input ${spec.name} is a mask of ${spec.of}, which is not an input of the model`);
   const time = of.dims[1];
   const shape = spec.shape.slice(1).map((axis) => (typeof axis === "string" ? time : axis));
   const tensor = backend.tensor(spec.dtype, [rows, ...shape]);

@@ -62,7 +62,7 @@ export function weightsFileOf(metadata: ReadonlyMap<string, string>): WeightsFil
   const [digest, ...words] = entry.split(" ");
   const name = words.join(" ");
   if (!name || name.startsWith(".") || /[/\\]/.test(name)) {
-    throw new ModelFileError(`the file is damaged: ${JSON.stringify(name)} is no name of a file with weights`);
+    throw new ModelFileError(`the file is damaged: ${JSON.stringify(name)} is not a name of a file with weights`);
   }
   return { name, digest };
 }

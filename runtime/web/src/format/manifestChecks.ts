@@ -67,7 +67,7 @@ export function checkManifest(manifest: Manifest): void {
     ["placeholders", manifest.placeholders.keys()],
   ] as const) {
     for (const name of names) {
-      if (!inputs.includes(name)) throw contradiction(`${kind} is of '${name}', which is no input`);
+      if (!inputs.includes(name)) throw contradiction(`${kind} is of '${name}', which is not an input`);
     }
   }
   checkUnique("adapters", manifest.adapters);
@@ -132,7 +132,7 @@ function checkEncode(encode: EncodeStage): void {
     const whole = inputs.get(spec.of ?? "");
     const belongs = spec.role === "mask" || spec.role === "types";
     if (belongs && (!whole || whole.role === "mask" || whole.role === "types")) {
-      throw contradiction(`'${spec.name}' belongs to '${spec.of}', which is no input of ids or data`);
+      throw contradiction(`'${spec.name}' belongs to '${spec.of}', which is not an input of ids or data`);
     }
     if (spec.role === "ids" && spec.dtype !== "int32" && spec.dtype !== "int64") {
       throw contradiction(`the ids '${spec.name}' are of type ${spec.dtype}`);
@@ -144,12 +144,12 @@ function checkEncode(encode: EncodeStage): void {
   }
   for (const [axis, others] of encode.noLongerThan) {
     if (![axis, ...others].every((one) => axes.has(one))) {
-      throw contradiction(`'${axis}' is no longer than ${others.join(", ")}, and one is no axis of an input`);
+      throw contradiction(`'${axis}' is no longer than ${others.join(", ")}, and one is not an axis of an input`);
     }
   }
   for (const [axis, length] of encode.derivedLengths) {
     if (!axes.has(length.of)) {
-      throw contradiction(`the length of '${axis}' follows from '${length.of}', which is no axis of an input`);
+      throw contradiction(`the length of '${axis}' follows from '${length.of}', which is not an axis of an input`);
     }
   }
 }
@@ -171,7 +171,7 @@ function checkDecode(manifest: Manifest, decode: DecodeStage): void {
   if (manifest.maxLength < 1) throw contradiction("it decodes no token: its max_length is 0");
   checkUnique("controls", decode.controls);
   for (const name of decode.controls) {
-    if (!Object.hasOwn(CONTROLS, name)) throw contradiction(`'${name}' is no control input`);
+    if (!Object.hasOwn(CONTROLS, name)) throw contradiction(`'${name}' is not a control input`);
   }
   checkUnique(
     "caches",

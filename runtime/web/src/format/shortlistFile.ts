@@ -68,7 +68,7 @@ async function readArchive(bytes: Uint8Array<ArrayBuffer>): Promise<Map<string, 
   const view = new DataView(bytes.buffer);
   let end = bytes.length - END_BYTES;
   while (end >= 0 && view.getUint32(end, true) !== END_OF_ARCHIVE) end--;
-  if (end < 0) throw new Damage("it is no archive");
+  if (end < 0) throw new Damage("it is not an archive");
   const arrays = new Map<string, Int32Array>();
   let room = MAX_BYTES;
   const take = (size: number) => {
@@ -130,7 +130,7 @@ function arrayOf(content: Uint8Array<ArrayBuffer>, take: (size: number) => void)
   const [, type, shape] = /'descr': '([^']+)'.*'shape': \(([^)]*)\)/.exec(header.slice(0, 10 + size)) ?? [];
   const axes = (shape ?? "").split(",").filter((axis) => axis.trim());
   if (!header.startsWith(MAGIC) || content[6] !== 1 || !Object.hasOwn(ITEMS, type ?? "") || axes.length > 1) {
-    throw new Damage("its tables are no lists of ids");
+    throw new Damage("its tables are not lists of ids");
   }
   const Items = ITEMS[type as keyof typeof ITEMS];
   const length = axes.length ? Number(axes[0]) : 1;

@@ -108,7 +108,7 @@ async function readFromDisk(name: string, path: string, options: SourceOptions):
     try {
       const status = await file.stat();
       if (status.isDirectory()) throw Object.assign(new Error(), { code: "EISDIR" });
-      if (!status.isFile()) throw new ModelFileError(`${name} is no regular file: give the name of a model file`);
+      if (!status.isFile()) throw new ModelFileError(`${name} is not a regular file: give the name of a model file`);
       mustFit(name, status.size, options);
       const bytes = new Uint8Array(status.size);
       let place = 0;
@@ -168,7 +168,7 @@ async function fromServer(address: string, options: SourceOptions): Promise<Mode
   return { name: address, bytes, dataFiles: new Map([[second.name, weights]]) };
 }
 
-/** Download a file and check it. One from the store that is damaged is loaded anew. */
+/** Download a file and check it. One from the store that is damaged is loaded again. */
 async function verified(
   address: string,
   options: DownloadOptions,

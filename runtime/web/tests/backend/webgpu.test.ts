@@ -71,7 +71,7 @@ describe("a file", () => {
     expect(() => checkSuits(gpu, file)).toThrow(sentence);
   });
 
-  test("with a cache whose tokens are no whole words is refused", () => {
+  test("with a cache whose tokens are not whole words is refused", () => {
     const halves: CacheSpec = { ...KEYS, dtype: "float16" };
     const file = needs(["webgpu"]);
     const withCache = (cache: CacheSpec) => ({ ...file, manifest: { ...file.manifest, decode: { caches: [cache] } } });
@@ -216,7 +216,7 @@ test("masks of an encoder stay in memory, and move with the rows that are on the
   expect(fake.buffers.filter(({ destroyed }) => !destroyed)).toEqual([]);
 });
 
-test("a buffer beyond the limit of the GPU is no memory", () => {
+test("a buffer beyond the limit of the GPU is not a memory", () => {
   const backend = backendOn(new FakeGpuDevice(1024));
   expect(backend.deviceTensor("float32", [256]).byteLength).toBe(1024);
   expect(() => backend.deviceTensor("float32", [257])).toThrow(OutOfMemoryError);

@@ -31,7 +31,7 @@ test("Normalizers are those of numpy in float64, and those of the Python runtime
   expect(checked).toBeGreaterThan(400);
 });
 
-test("Logits that are no numbers have no normalizer", () => {
+test("Logits that are not numbers have no normalizer", () => {
   for (const row of [[NaN, 1], [1, NaN, 2], [Infinity, 1], [-Infinity, -Infinity], []]) {
     expect(logNormalizer(Float32Array.from(row))).toBeNaN();
   }

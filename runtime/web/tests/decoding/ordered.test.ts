@@ -82,7 +82,7 @@ test("inputs are read lazily, and the end of the caller ends the reading", async
   expect(read).toBe(10);
 });
 
-test("errors that are no input's end all", async () => {
+test("errors that are not an input's end all", async () => {
   const broken = { ...batching(() => false), run: () => Promise.reject(new TypeError("a bug")) };
   const { error } = await collect(inOrder([1, 2], broken));
   expect(error).toBeInstanceOf(TypeError);

@@ -62,7 +62,7 @@ describe("manifests", () => {
     ["with a wrong type", (m) => (m["max_length"] = "64"), "a whole number from 0 to 2147483647 - at `$.max_length`"],
     ["with a wrong size", (m) => ((m["decode"] as any).caches[0].shape[1] = -1), "$.decode.caches[0].shape[1]"],
     ["without stages", (m) => (m["encode"] = m["decode"] = null), "it has no stage"],
-    ["with an unknown control", (m) => (m["decode"] as any).controls.push("x"), "'x' is no control input"],
+    ["with an unknown control", (m) => (m["decode"] as any).controls.push("x"), "'x' is not a control input"],
     ["with a special token", (m) => ((m["special_tokens"] as any).eos_token_ids = [42]), "the special token 42"],
     ["with a tokenizer", (m) => ((m["tokenizer_of"] as any).tgt = 2), "tokenizer 2 of 'tgt' does not exist"],
     ["with equal caches", (m) => ((m["decode"] as any).caches[1] = (m["decode"] as any).caches[0]), "occurs twice"],
@@ -78,7 +78,7 @@ describe("manifests", () => {
     expect([...manifestFromJson(changedManifest(() => {})).weightBits.keys()]).toContain("32");
   });
 
-  test("that are no JSON", () => {
+  test("that are not JSON", () => {
     for (const text of ["", "{", "[]", "null", "7", `${"[".repeat(100_000)}`]) {
       expect(() => manifestFromJson(text)).toThrow(ModelFileError);
     }

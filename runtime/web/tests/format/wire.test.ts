@@ -36,7 +36,7 @@ test("fields that are written are read", () => {
   expect(varintsOf(data, number)).toEqual([2 ** 40]);
 });
 
-test("bytes that are no message", () => {
+test("bytes that are not a message", () => {
   for (const bytes of [[0x0a], [0x0a, 5, 1], [0x0b], [0x00], [0x80], Array(11).fill(0x80), [0x08], [0x0d, 1]]) {
     expect(() => [...iterFields(Uint8Array.from(bytes))], `${bytes}`).toThrow(WireError);
   }

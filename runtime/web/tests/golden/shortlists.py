@@ -67,7 +67,7 @@ def tables_case() -> dict[str, Any]:
 
 
 def damaged_case() -> dict[str, Any]:
-    """Return texts that are no shortlists, each with the reason that the error names."""
+    """Return texts that are not shortlists, each with the reason that the error names."""
     good = Shortlist(9, np.array([1]), {"src": (np.array([0, 1, 2]), np.array([3, 4]))})
     with_ids = good.to_text()
     whole = base64.b64decode(with_ids)

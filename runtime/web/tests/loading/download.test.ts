@@ -107,7 +107,7 @@ const KINDS: [string, () => ModelStore][] = [
 ];
 
 describe.each(KINDS)("with %s", (_, make) => {
-  test("a file is downloaded once, and anew if it has changed", async () => {
+  test("a file is downloaded once, and again if it has changed", async () => {
     const store = make();
     for (const ranges of [true, false]) {
       server.reset();

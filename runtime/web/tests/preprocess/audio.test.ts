@@ -83,7 +83,7 @@ test("A recording of a browser has channels and a rate", () => {
   );
 });
 
-test("A value that is no recording is refused with what to do", () => {
+test("A value that is not a recording is refused with what to do", () => {
   const samples = Float32Array.of(1, 2);
   for (const [value, message] of [
     ["x.wav", /^a recording is samples .* not "x\.wav"$/],

@@ -88,7 +88,7 @@ test("Transparent pixels are laid on white if the file says so", () => {
   expect([...numbers]).toEqual([255, 4, 255, 5, 255, 6]);
 });
 
-test("A value that is no image is refused with what to do", () => {
+test("A value that is not an image is refused with what to do", () => {
   for (const [image, message] of [
     ["cat.png", /^an image is decoded, such as ImageData.*createImageBitmap/],
     [{ data: [1, 2, 3], width: 1, height: 1 }, /^an image is decoded/],

@@ -85,7 +85,7 @@ test("a tokenizer that splits as this runtime cannot is refused", () => {
   expect(error.message).toContain("(MergedWithNext) that the JavaScript runtime does not have");
 });
 
-test("half a character is no text", () => {
+test("half a character is not text", () => {
   const { codec } = new TextCode(golden.cases[0].definition);
   expect(errorOf(() => codec.encode("a\ud83d", true)).message).toContain("(character 2), which is half of a character");
 });

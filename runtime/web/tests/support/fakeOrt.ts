@@ -71,7 +71,7 @@ export class FakeOrt implements OrtModule {
   private place(pointer: number): number {
     if (pointer < STACK_BYTES) return pointer;
     for (const [begin, bytes] of this.blocks) if (pointer >= begin && pointer < begin + bytes) return pointer;
-    return this.fault(`${pointer} is no memory`);
+    return this.fault(`${pointer} is not a memory`);
   }
 
   // Memory and texts.

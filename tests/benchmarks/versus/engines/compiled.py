@@ -22,10 +22,10 @@ class Engine(eager.Engine):
 
     def run(self, case: Case, inputs: list[list[int]]) -> tuple[float | None, list[list[Any]]]:
         if self.kind == "continue" and case.beams > 1:
-            raise UnavailableError("beams with a static cache are compiled anew step after step: 8 rows took 78 s")
+            raise UnavailableError("beams with a static cache are compiled again step after step: 8 rows took 78 s")
         # Otherwise the cache keeps the size of the longest request so far.
         self.model._previous_max_cache_length = -1
         return super().run(case, inputs)
 
     def many(self, inputs: list[list[int]], new: int) -> list[list[int]]:
-        raise UnavailableError("batches of mixed lengths are compiled anew for each length")
+        raise UnavailableError("batches of mixed lengths are compiled again for each length")

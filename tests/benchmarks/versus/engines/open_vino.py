@@ -187,7 +187,7 @@ class _Decoder:
     def _begin(self, rows: int, tokens: int) -> None:
         """Empty the cache.
 
-        A request whose cache in uint8 grew after reset_state gave other tokens once (OpenVINO 2026.4): it is made anew.
+        A request whose cache in uint8 grew after reset_state gave other tokens once (OpenVINO 2026.4): make it again.
         """
         if rows != self.size[0] or tokens > self.size[1]:
             self.request = self.model.create_infer_request()

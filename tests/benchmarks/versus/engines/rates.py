@@ -1,4 +1,4 @@
-"""The highest rates of the machine: bytes read and multiply-adds per second. It is no engine: it has `measure`."""
+"""The highest rates of the machine: bytes read and multiply-adds per second. It is not an engine: it has `measure`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table that forward makes anew when it needs a longer one is no limit of the file."""
+"""A table that forward makes again when it needs a longer one is no limit of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tables(dict):
 
 
 class Holder:
-    """An object that is no module."""
+    """An object that is not a module."""
 
 
 class Decoder(nn.Module):
@@ -91,7 +91,7 @@ def test_longer_than_a_branch_allows_is_refused_with_its_line(tmp_path):
 
 
 class CountedPositions(Decoder):
-    """Positions are those among the ids that are no padding. An adapter runs for the rows of its language."""
+    """Positions are those among the ids that are not padding. An adapter runs for the rows of its language."""
 
     def __init__(self):
         super().__init__({})

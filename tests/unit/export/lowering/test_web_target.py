@@ -150,7 +150,7 @@ def test_ids_and_masks_may_need_other_operators(tmp_path):
 
 
 def greedy(module, family, prompt, count):
-    """Return the tokens that the module chooses, run anew on the whole sequence for each."""
+    """Return the tokens that the module chooses, run again on the whole sequence for each."""
     tokens = [1] if family == "encoder-decoder" else list(prompt)
     start = len(tokens)
     while len(tokens) < start + count and (len(tokens) == start or tokens[-1] != 2):

@@ -308,7 +308,7 @@ def test_two_attentions_are_recognised():
 
 
 OTHER_FORMS = {
-    "a small fill, which is no mask": lambda m, q, k, v, mask: (
+    "a small fill, which is not a mask": lambda m, q, k, v, mask: (
         torch.softmax((products(q, k) * SCALE).masked_fill(~mask, -3.0), -1) @ v
     ),
     "softmax over queries": lambda m, q, k, v, mask: (

@@ -127,7 +127,7 @@ def max_difference(module, path, token):
 
 
 class Separated(Mixer):
-    """A condition on one token that is no padding, such as the end of a sentence."""
+    """A condition on one token that is not padding, such as the end of a sentence."""
 
     def forward(self, x, tgt):
         return x * (tgt == 9).unsqueeze(-1)

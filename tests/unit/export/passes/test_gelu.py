@@ -38,7 +38,7 @@ OTHERS = {
     "another sum": lambda x: 0.5 * x * (2 + torch.tanh(C * (x + 0.044715 * x**3))),
     "a difference": lambda x: 0.5 * x * (1 - torch.tanh(C * (x + 0.044715 * x**3))),
     "a fourth power": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**4))),
-    "a power that is no whole number": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3.5))),
+    "a power that is not a whole number": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3.5))),
     "a square more": lambda x: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3 + 0.1 * x**2))),
     "another factor": lambda x: 0.5 * (x + 1) * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
     "another value": lambda x: 0.5 * x.flip(-1) * (1 + torch.tanh(C * (x + 0.044715 * x**3))),

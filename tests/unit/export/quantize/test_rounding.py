@@ -122,7 +122,7 @@ def test_error_feedback_reduces_error_of_the_product(bits, k):
 
 def optimal_brain_quantization(weight, hessian, steps, low, high, damping):
     """Return integers of optimal brain quantisation as the paper derives it: round a row, spread its error over the
-    remaining rows by the inverse of *their* Hessian, inverted anew for each row."""
+    remaining rows by the inverse of *their* Hessian, inverted again for each row."""
     order = np.argsort(-np.diagonal(hessian), kind="stable")
     h = torch.tensor(hessian) + damping * float(np.diagonal(hessian).mean()) * torch.eye(
         len(hessian), dtype=torch.float64

@@ -79,7 +79,7 @@ def test_fused_attention_caches_heads_before_they_are_repeated():
     "keys",
     [
         lambda x, source: source.mean(1, True).expand(-1, x.shape[1], -1),  # known for the request
-        lambda x, source: torch.cat([torch.zeros_like(x[:, :1]), x.relu()], 1),  # a row that is no position
+        lambda x, source: torch.cat([torch.zeros_like(x[:, :1]), x.relu()], 1),  # a row that is not a position
     ],
 )
 def test_attention_over_other_rows_than_positions_is_not_fused(keys):

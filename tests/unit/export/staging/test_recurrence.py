@@ -130,7 +130,7 @@ NO_RECURRENCES = {
     "a state of the tokens": state_of_the_tokens,
     "weights of the tokens": weights_of_the_tokens,
     "a sequence of rows of the batch": rows_of_another_axis,
-    "a sequence with a row that is no position": padded_rows,
+    "a sequence with a row that is not a position": padded_rows,
 }
 
 

@@ -138,7 +138,7 @@ class Partly(Rotary):
 
 
 class Warped(Halves):
-    """A change that is no rotation."""
+    """A change that is not a rotation."""
 
     def turn(self, x):
         return super().turn(x) + 0.1 * x.abs()

@@ -239,7 +239,7 @@ def test_numbers_next_to_an_infinity_are_compared(count):
     array = np.linspace(-1, 1, count, dtype=np.float32)
     array[3] = -np.inf
     stored = sample(array, np.random.default_rng(0))
-    assert "Infinity" not in json.dumps(stored)  # which is no JSON
+    assert "Infinity" not in json.dumps(stored)  # which is not JSON
     assert array_difference(stored, array, 1e-3) is None
     assert array_difference(stored, array + np.float32(0.5), 1e-3)
     finite = np.where(np.isfinite(array), array, 0)
@@ -307,7 +307,7 @@ def test_command_never_replaces_the_model(files, tmp_path):
 
 def test_command_refuses_places_and_options_before_the_work(files, tmp_path):
     for model, arguments, message in (
-        (".", [], ". is no file: give a model file"),
+        (".", [], ". is not a file: give a model file"),
         (tmp_path / "none.onnx", [], "none.onnx does not exist"),
         (files["scores"], ["-o", tmp_path, "--force"], "it is a folder"),
         (files["scores"], ["-o", tmp_path / "none" / "golden.json"], "there is no folder"),

@@ -241,7 +241,7 @@ def test_rewind_removes_turns(model):
     for word in ("right", "r"):
         assert_same(chat.send(word, max_new_tokens=7), other.send(word, max_new_tokens=7))
     chat.rewind(3)
-    assert_same(chat.send("anew", max_new_tokens=5), model.generate("anew", max_new_tokens=5))
+    assert_same(chat.send("again", max_new_tokens=5), model.generate("again", max_new_tokens=5))
     for turns in (2, -1):
         with pytest.raises(OptionError, match=f"there are 1 turns, and {turns} cannot be taken back"):
             chat.rewind(turns)
@@ -399,9 +399,9 @@ def test_chat_prompt_matches_transformers_chat_template(tmp_path, name, system):
         num_ambiguous += tokenizer.encode(result.text, add_special_tokens=False) != list(result.token_ids)
     assert num_ambiguous
     chat.rewind(2)
-    messages = [*messages[:-4], {"role": "user", "content": "anew"}]
+    messages = [*messages[:-4], {"role": "user", "content": "again"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert_same(chat.send("anew", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
+    assert_same(chat.send("again", max_new_tokens=8), model.generate(expected, max_new_tokens=8))
 
 
 TOOLS_TEMPLATE = (

@@ -16,7 +16,7 @@ BAD = LETTERS.index("q")
 
 @pytest.fixture(scope="module", params=["nan", "inf"])
 def model(request, tmp_path_factory):
-    """Return a decoder whose embedding of the letter q is no number."""
+    """Return a decoder whose embedding of the letter q is not a number."""
     path = tmp_path_factory.mktemp("bad") / "model.onnx"
     Toy(encoder=False, seed=5, end=()).write(path)
     file = onnx.load(path)

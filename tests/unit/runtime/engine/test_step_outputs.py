@@ -125,7 +125,7 @@ def test_manifest_keeps_the_extra_outputs(toy):
 def test_labels_equal_the_tokens(toy, model):
     result = model.generate("ab", cross_attentions=True, max_new_tokens=3)
     columns, rows = model.labels("ab", result)
-    assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # there a column is no token
+    assert columns == (["a", "b"] if toy.stride == 1 else ["0"])  # there a column is not a token
     assert [len(columns), len(rows)] == list(result.cross_attentions.shape)[::-1]
     assert "".join(label for label in rows if label != "</s>") == result.text
 

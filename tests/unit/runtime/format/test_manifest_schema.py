@@ -103,7 +103,7 @@ def test_changed_manifests_are_refused_or_work(kind, tmp_path):
         (("decode", "context"), ["a"], "decode reads 1 context tensors and encode has 3"),
         (("special_tokens", "eos_token_ids"), [999], "the special token 999 is not among"),
         (("tokenizer_of",), {"tgt": 5}, "tokenizer 5 of 'tgt' does not exist"),
-        (("decode", "controls"), ["decode.unknown"], "'decode.unknown' is no control input"),
+        (("decode", "controls"), ["decode.unknown"], "'decode.unknown' is not a control input"),
         (("encode", "inputs", 1, "of"), "nothing", "'src_mask' belongs to 'nothing'"),
         (("encode", "inputs", 0, "dtype"), "complex64", "Expected `str` matching regex"),
     ],
@@ -155,5 +155,5 @@ def test_order_of_no_axis_is_refused(tmp_path):
     path = toy_tasks.write(tmp_path / "x.onnx")
     manifest = json.loads(read_metadata(path)[MANIFEST_KEY])
     manifest["encode"]["no_longer_than"] = {"ids_length": ["time"]}
-    with pytest.raises(ModelFileError, match="'ids_length' is no longer than time, and one is no axis"):
+    with pytest.raises(ModelFileError, match="'ids_length' is no longer than time, and one is not an axis"):
         check_manifest(Manifest.from_json(json.dumps(manifest)))

@@ -190,7 +190,7 @@ def test_last_step_is_that_of_steps_one_by_one(block, monkeypatch):
         found = greedy_steps.chosen_tokens(logits, plan)
         count = len(found)
         assert count == len(tokens)
-        finite = np.isfinite(logits[:count].max(-1))  # the others are no choices
+        finite = np.isfinite(logits[:count].max(-1))  # the others are not choices
         np.testing.assert_array_equal(found[finite], np.array(tokens)[finite])
 
 

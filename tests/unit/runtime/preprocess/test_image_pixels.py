@@ -116,8 +116,8 @@ def test_named_pipes_and_devices_are_no_images(tmp_path):
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        ("", "'' is no name of a file: give that of an image"),
-        ("a\0.png", r"'a\x00.png' is no name of a file: give that of an image"),
+        ("", "'' is not a name of a file: give that of an image"),
+        ("a\0.png", r"'a\x00.png' is not a name of a file: give that of an image"),
         (
             ("a.png", "b.png"),
             "the input is two images: give one; only --similarity takes pairs",

@@ -61,7 +61,7 @@ def template(single, pair=(FIRST, SECOND)):
 def test_settings_with_which_the_package_panics_are_refused_before(parts, reason, capfd):
     definition = json.dumps(json.loads(tokenizer()) | parts)
     package = Tokenizer.from_str(definition)
-    with pytest.raises(BaseException, match=r"chunk size|no entry found|out of bounds"):  # a panic is no Exception
+    with pytest.raises(BaseException, match=r"chunk size|no entry found|out of bounds"):  # a panic is not an Exception
         package.encode_batch(["a", ("a", "a")])
     assert "panicked" in capfd.readouterr().err
     with pytest.raises(ModelFileError, match=reason):
