@@ -159,7 +159,7 @@ def test_file_that_has_changed(tmp_path, name):
 
 def test_damaged_and_unknown_files(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(InputError, match="no file of Parquet, or is damaged"):
+    with pytest.raises(InputError, match="not a file of Parquet, or is damaged"):
         parts_of(tmp_path / "x.parquet", 10)
     with pytest.raises(InputError, match=r"ending \.gz: rows are read of \.parquet, "):
         format_of(["x.jsonl.gz"])

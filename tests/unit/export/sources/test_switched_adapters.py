@@ -70,7 +70,7 @@ def test_adapters_of_another_model_and_missing_ones_are_refused(source, tmp_path
     make_adapter(gpt2(), config, tmp_path / "adapter", "base")
     with pytest.raises(SourceError, match=r"does not fit its base model: .*c_attn"):
         with_adapters(source, [tmp_path / "adapter"])
-    with pytest.raises(SourceError, match=r"is no folder of an adapter: it holds no adapter_config.json"):
+    with pytest.raises(SourceError, match=r"is not a folder of an adapter: it holds no adapter_config.json"):
         with_adapters(source, [tmp_path])
 
 
