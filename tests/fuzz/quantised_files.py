@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+from support.stored_records import KEY
 
 from fuzz import models
 from fuzz.mutations import mutate_message
 from fuzz.target import Target
 from tformer_runtime.base.errors import ModelFileError, TformerError
-from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.model_file import read_mapped_model, read_metadata
+from tformer_runtime.format.stored_forms import StoredProducts
+from tformer_runtime.format.typed_json import read_typed
 from tformer_runtime.rewriting import derived_weights
 
 FORMS = ((8, "throughput"), (8, "latency"), (4, "throughput"), (4, "latency"))
@@ -22,6 +26,7 @@ def seed_graphs() -> list[bytes]:
     import onnx_ir as ir
     from onnx import TensorProto, helper
     from support.small_graphs import model_of
+    from support.stored_records import with_records
 
     from tformer_export.common.onnx_writer import write
     from tformer_export.quantize import quantize_weights
@@ -44,7 +49,7 @@ def seed_graphs() -> list[bytes]:
         model = ir.from_proto(model_of(nodes, *ports, weights))
         quantize_weights(model, bits, goal, "ids", on_cpu=True)
         path = models.folder() / "seed.onnx"
-        write(model, path)
+        write(with_records(model), path)
         seeds.append(path.read_bytes())
     return seeds
 
@@ -63,16 +68,29 @@ def run_graph(data: bytes) -> None:
     for kernels in (None, load_kernels(onnxruntime, "scalar")):
         try:
             model, folder = read_mapped_model(path)
+            stored = read_records(path)
             if kernels is None:
-                with derived_weights.with_derived_weights(model, folder, 1) as (rewritten, root):
+                with derived_weights.with_derived_weights(model, folder, 1, stored) as (rewritten, root):
                     run(onnxruntime, rewritten, root)
             else:
                 with LoadingProducts(kernels) as products:
-                    run(onnxruntime, products.rewrite(model, folder), folder, kernels.file)
+                    run(onnxruntime, products.rewrite(model, folder, stored=stored), folder, kernels.file)
         except TformerError as error:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def read_records(path: Path) -> StoredProducts:
+    """Return the records of `with_records`, checked as those of a manifest are."""
+    try:
+        data = json.loads(read_metadata(path).get(KEY, '{"matrices": [], "products": {}}'))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError("the records are damaged") from error
+    stored = read_typed(StoredProducts, data, "the records are damaged")
+    if any(product.matrix >= len(stored.matrices) for product in stored.products.values()):
+        raise ModelFileError("a record names a matrix that does not exist")
+    return stored
 
 
 def run(onnxruntime, model: bytes, folder: Path, library: Path | None = None) -> None:

@@ -12,9 +12,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from support.small_graphs import model_of
+from support.stored_records import records_of, with_records
 from tformer_export.quantize import StaticScale, quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, load_kernels
-from tformer_runtime.format.model_file import read_mapped_model
+from tformer_runtime.format.model_file import read_manifest, read_mapped_model
 from tformer_runtime.format.onnx_graph import parse_model
 from tformer_runtime.rewriting.product_rewrite import DOMAIN, replace_products
 
@@ -61,7 +62,7 @@ class Product:
             model, self.bits, self.optimize_for, "x", on_cpu=self.on_cpu, static_scales=scales
         )  # fmt: skip
         assert parts.products or self.inner * self.columns < 1024
-        content: bytes = ir.to_proto(model).SerializeToString()
+        content: bytes = ir.to_proto(with_records(model)).SerializeToString()
         return content
 
 
@@ -77,7 +78,8 @@ def native_operators(file: Path) -> set[str]:
     def pack(product: object, files: object) -> int:
         return 1
 
-    model = replace_products(*read_mapped_model(file), pack, pack, attention_path=0).model
+    stored = read_manifest(file).stored_products
+    model = replace_products(*read_mapped_model(file), pack, pack, attention_path=0, stored=stored).model
     return {node.op_type for graph in parse_model(model).graph.all_graphs() for node in graph.nodes}
 
 
@@ -97,7 +99,7 @@ def open_native_session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     with LoadingProducts(kernels_of(path), threads) as loading:
-        rewritten = loading.rewrite(model, Path())
+        rewritten = loading.rewrite(model, Path(), stored=records_of(model))
         assert products is None or loading.count == products
         assert not attentions or loading.attentions
         if loading.count or loading.attentions:

@@ -6,6 +6,9 @@ graph that holds nothing else. The model without its weights comes last, so that
 numbers of a weight begin at a multiple of 64 bytes, so that kernels can read them from the mapped file. A description
 of the needed length fills the gap before them, and the model's own description at the end replaces it. The file ends
 with the digest of all bytes before it (`format.digest`).
+
+A quantised product is described on its MatMul operator. Its record is made when the file is written, because rewrites
+may still rename its result.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from msgspec import structs
 
 from tformer_runtime.format.digest import DIGEST_KEY, WEIGHTS_DIGEST_KEY, Digest, digest_entry, weights_entry
 from tformer_runtime.format.manifest import MANIFEST_KEY, Manifest
@@ -30,15 +35,79 @@ from tformer_runtime.format.onnx_fields import (
     TENSOR_RAW_DATA,
 )
 from tformer_runtime.format.onnx_wire import BYTES, bytes_field, tag, varint, varint_field
+from tformer_runtime.format.stored_forms import INT8_ROWS, MatrixSpec, ProductSpec, RowScaling, StoredProducts
 
+_PRODUCT = "tformer.product"  # in the metadata of a node, which a file does not store
 MAX_FILE_BYTES = 2 * 10**9  # bytes of one file; larger weights go into a second file
 
 
 def save(model: ir.Model, manifest: Manifest, path: Path) -> Path:
-    """Write the model with its manifest and return the path."""
+    """Write the model with its manifest, to which the records of described products are added, and return the path."""
+    stored = collect_products(model)
+    if stored.products:
+        manifest = structs.replace(manifest, stored_products=stored)
     model.metadata_props[MANIFEST_KEY] = manifest.to_json()
     write(model, path)
     return path
+
+
+@dataclass(frozen=True)
+class DescribedProduct:
+    """The record of a product, without the names of its results.
+
+    source, scale, bias: as in `ProductSpec`. A value that takes the place of the source takes its name too.
+    followers: the number of nodes from its MatMul operator to its result.
+    """
+
+    matrix: MatrixSpec
+    source: str
+    scale: str
+    bias: str | None = None
+    scaling: RowScaling | None = None
+    followers: int = 0
+
+
+def describe_product(node: ir.Node, product: DescribedProduct) -> None:
+    """Describe the product of a MatMul operator."""
+    node.meta[_PRODUCT] = product
+
+
+def copy_product(node: ir.Node, copy: ir.Node) -> None:
+    """Describe the copy of a node, with the same inputs, and with copies of the nodes behind it."""
+    if _PRODUCT in node.meta:
+        copy.meta[_PRODUCT] = node.meta[_PRODUCT]
+
+
+def describe_rows(node: ir.Node, name: str) -> None:
+    """Say that the columns of a described product are the transpose of a constant of this name."""
+    if _PRODUCT in node.meta:
+        product: DescribedProduct = node.meta[_PRODUCT]
+        matrix = product.matrix
+        rows = MatrixSpec(INT8_ROWS, matrix.inner, matrix.columns, matrix.block, name)
+        node.meta[_PRODUCT] = replace(product, matrix=rows)
+
+
+def collect_products(model: ir.Model) -> StoredProducts:
+    """Return the records of all described products."""
+    matrices: dict[MatrixSpec, int] = {}
+    products = {}
+    for node in model.graph.all_nodes():
+        if _PRODUCT not in node.meta:
+            continue
+        described: DescribedProduct = node.meta[_PRODUCT]
+        result = node.outputs[0]
+        for _ in range(described.followers):
+            (use,) = result.uses()
+            result = use.node.outputs[0]
+        products[str(node.outputs[0].name)] = ProductSpec(
+            matrices.setdefault(described.matrix, len(matrices)),
+            described.source,
+            str(result.name),
+            described.scale,
+            described.bias,
+            described.scaling,
+        )
+    return StoredProducts(tuple(matrices), products)
 
 
 def write(model: ir.Model, path: Path) -> None:

@@ -10,6 +10,7 @@ bit_plan          bits of each matrix; mixed_search: within a budget
 simulate          try a plan without its kernels
 degradation       one file's results compared with another's, on data; token_quality, output_quality, speed: measures
 weight_storage    integers in the file, each matrix once
+form_writer       operators of stored forms, inserted into a graph
 rewrite           products and tables → integer operators; few_rows_branch: other kernels for few rows
 kv_cache_int8     keys and values of earlier positions in 8 bits
 """

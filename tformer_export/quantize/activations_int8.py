@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from tformer_export.quantize.weight_storage import WeightStore
+from tformer_runtime.format.stored_forms import RowScaling
 
 UINT8_CENTRE = 128  # the uint8 that stands for zero, with a scale for each row
 SIGNED_STEPS = 127  # steps up to the largest magnitude of a row, on each side of zero
@@ -67,110 +67,56 @@ def round_by_row(value: ir.Value, rows: np.ndarray) -> np.ndarray:
     return np.rint(rows / scale) * scale
 
 
-class ActivationQuantizer:
-    """Computes the integers of activations, once in each graph for all their readers.
+class ActivationScalings:
+    """How the activations of products become integers, decided once in each graph for all their readers.
 
     on_cpu: whether onnxruntime's own operators may be used.
-    static_scales, row_scales: the numbers of activations with a static scale and with a scale for each row.
     """
 
-    def __init__(self, store: WeightStore, on_cpu: bool) -> None:
-        self.store, self.on_cpu = store, on_cpu
-        self._by_row: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
-        self._static: dict[tuple[int, ir.Value], tuple[ir.Value, ir.Value, ir.Value]] = {}
+    def __init__(self, on_cpu: bool) -> None:
+        self.on_cpu = on_cpu
+        self._known: dict[tuple[int, ir.Value, bool], tuple[ir.Value, RowScaling]] = {}
 
     @property
     def static_scales(self) -> int:
-        return len(self._static)
+        """The number of activations with a static scale."""
+        return sum(is_static for _, _, is_static in self._known)
 
     @property
     def row_scales(self) -> int:
-        return len(self._by_row)
+        """The number of activations with a scale for each row."""
+        return len(self._known) - self.static_scales
 
-    def with_static_scale(
-        self, graph: ir.Graph, node: ir.Node, static_scale: StaticScale
-    ) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return the uint8 of a product's operand, their scale (), and their zero point. Clipping replaces a Relu."""
-        value = node.inputs[0]
-        assert value is not None
-        key = id(graph), value
-        if key not in self._static:
-            above = value.producer()
-            source = above.inputs[0] if above is not None and is_positive(value) and not static_scale.zero else value
-            name = f"{value.name}.steps"
-            scale = self.store.constant(f"{name}.scale", np.float32(static_scale.scale))
-            zero = self.store.constant(f"{name}.zero", np.uint8(static_scale.zero))
-            quantize = ir.node("QuantizeLinear", [source, scale, zero], name=f"{name}.uint8")
-            name_outputs([quantize])
-            graph.insert_before(node, quantize)
-            self._static[key] = quantize.outputs[0], scale, zero
-        return self._static[key]
+    def find(self, graph: ir.Graph, value: ir.Value, static_scale: StaticScale | None) -> tuple[ir.Value, RowScaling]:
+        """Return the value that is rounded for a product's operand, and how. Clipping replaces a Relu."""
+        key = id(graph), value, static_scale is not None
+        if key not in self._known:
+            above, is_after_relu = value.producer(), is_positive(value)
+            if static_scale is None:
+                scaling = self._by_row(value)
+            else:
+                fixed, is_after_relu = np.float32(static_scale.scale), is_after_relu and not static_scale.zero
+                scaling = RowScaling(False, 0.0, 0.0, static_scale.zero, fixed_scale=float(fixed))
+            source = above.inputs[0] if above is not None and is_after_relu else value
+            assert source is not None
+            self._known[key] = source, scaling
+        return self._known[key]
 
-    def with_row_scales(self, graph: ir.Graph, node: ir.Node, inner: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-        """Return the uint8 rows of a product's operand (…, inner), their float scales (…, 1), and their zero point.
+    def _by_row(self, value: ir.Value) -> RowScaling:
+        """Return the scaling by the largest number of each row.
 
         x · (1 / maximum) is at most 1 + 2⁻²³ after rounding, so that only numbers which a Relu would remove are
         clipped. A row of zeros has arbitrary integers, which are scaled back by zero.
         """
-        value = node.inputs[0]
-        assert value is not None
-        key = id(graph), value
-        if key not in self._by_row:
-            name = f"{value.name}.rows"
-            source, new_nodes, steps, centre = self._maxima(value, name)
-            can_be_empty = may_be_empty(value)
-            if can_be_empty:  # for no rows, (0, K), onnxruntime 1.31 gives the maxima the shape (0, K) too
-                axis = self.store.constant("quantize.axis", np.array([-1], np.int64))
-                bounds = [self.store.constant(f"quantize.at.{i}", np.array([i], np.int64)) for i in (0, 1)]
-                new_nodes.append(ir.node("Slice", [new_nodes[-1].outputs[0], *bounds, axis], name=f"{name}.single"))
-            step = self.store.constant(f"quantize.step.{steps}", np.float32(1 / steps))
-            zero = self.store.constant(f"quantize.zero.{steps}", np.uint8(centre))
-            maxima = new_nodes[-1].outputs[0]
-            scale = ir.node("Mul", [maxima, step], name=f"{name}.scale")
-            block = 0 if can_be_empty else inner
-            new_nodes += [scale, *self._divide(name, source, maxima, scale.outputs[0], zero, block)]
-            name_outputs(new_nodes)
-            graph.insert_before(node, new_nodes)
-            self._by_row[key] = new_nodes[-1].outputs[0], scale.outputs[0], zero
-        return self._by_row[key]
-
-    def _maxima(self, value: ir.Value, name: str) -> tuple[ir.Value, list[ir.Node], int, int]:
-        """Return the value to round, the nodes that compute the largest magnitude of each row, steps and zero point."""
-        axis = self.store.constant("quantize.axis", np.array([-1], np.int64))
+        magnitude, floor, steps, centre = True, 0.0, SIGNED_STEPS, UINT8_CENTRE
         if is_positive(value):
-            above = value.producer()
-            assert above is not None
-            assert above.inputs[0] is not None
-            source = above.inputs[0]
-            highest = ir.node("ReduceMax", [source, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
-            return source, [highest, ir.node("Relu", [highest.outputs[0]], name=f"{name}.maximum")], POSITIVE_STEPS, 0
-        if is_gelu(value):
-            lowest_maximum = self.store.constant("quantize.gelu", np.float32(MAX_NEGATIVE_GELU))
-            highest = ir.node("ReduceMax", [value, axis], {"keepdims": 1}, name=f"{name}.row_maximum")
-            maximum = ir.node("Max", [highest.outputs[0], lowest_maximum], name=f"{name}.maximum")
-            return value, [highest, maximum], SIGNED_STEPS, UINT8_CENTRE
-        size = ir.node("Abs", [value], name=f"{name}.size")
-        maximum = ir.node("ReduceMax", [size.outputs[0], axis], {"keepdims": 1}, name=f"{name}.maximum")
-        return value, [size, maximum], SIGNED_STEPS, UINT8_CENTRE
-
-    def _divide(
-        self, name: str, source: ir.Value, maxima: ir.Value, scale: ir.Value, zero: ir.Value, inner: int
-    ) -> list[ir.Node]:
-        """Return the nodes that divide rows by their scales and round them.
-
-        inner: the length of a row; 0 if there may be no rows, because onnxruntime 1.31 has no blocks for these.
-        """
-        if not self.on_cpu or not inner:
-            inverse = ir.node("Reciprocal", [scale], name=f"{name}.inverse")
-            ratio = ir.node("Mul", [source, inverse.outputs[0]], name=f"{name}.ratio")
-            unit = self.store.constant("quantize.unit", np.float32(1))
-            return [inverse, ratio, ir.node("QuantizeLinear", [ratio.outputs[0], unit, zero], name=f"{name}.uint8")]
-        # The zero point of each row, computed as the integer of a number divided by infinity
-        infinity = self.store.constant("quantize.never", np.float32(np.inf))
-        centres = ir.node("QuantizeLinear", [maxima, infinity, zero], name=f"{name}.centres")
-        by_row = {"axis": -1, "block_size": inner}
-        inputs = [source, scale, centres.outputs[0]]
-        return [centres, ir.node("QuantizeLinear", inputs, by_row, name=f"{name}.uint8")]
+            magnitude, steps, centre = False, POSITIVE_STEPS, 0
+        elif is_gelu(value):
+            magnitude, floor = False, float(np.float32(MAX_NEGATIVE_GELU))
+        can_be_empty = may_be_empty(value)
+        reciprocal = not self.on_cpu or can_be_empty  # onnxruntime 1.31 has no blocks for no rows
+        step = float(np.float32(1 / steps))
+        return RowScaling(magnitude, floor, step, centre, reciprocal, may_be_empty=can_be_empty)
 
 
 def is_gelu(value: ir.Value) -> bool:

@@ -29,12 +29,14 @@ import numpy as np
 import onnx_ir as ir
 
 from tformer_export.common.ir_edit import replace_node
+from tformer_export.common.onnx_writer import DescribedProduct, describe_product
 from tformer_export.common.option_values import LATENCY, THROUGHPUT
 from tformer_export.passes import remove_unused
 from tformer_export.quantize import few_rows_branch
-from tformer_export.quantize.activations_int8 import ActivationQuantizer, StaticScale, name_outputs
+from tformer_export.quantize.activations_int8 import ActivationScalings, StaticScale, name_outputs
 from tformer_export.quantize.rounding import round_nearest
 from tformer_export.quantize.weight_storage import StoredMatrix, WeightStore, digest
+from tformer_runtime.format.stored_forms import CODE_STEP, number, product_of
 
 MIN_WEIGHT_VALUES = 1024  # smaller products gain nothing
 SMALL_BATCH_LIMIT = {8: 2, 6: 2, 4: 3}  # bits → number of new tokens up to which MatMulNBits is faster
@@ -148,7 +150,7 @@ def quantize_weights(
                 rewrite(graph, node)
     remove_unused.run(model)
     parts = rewriter.parts
-    parts.static_scales, parts.row_scales = rewriter.operands.static_scales, rewriter.operands.row_scales
+    parts.static_scales, parts.row_scales = rewriter.scalings.static_scales, rewriter.scalings.row_scales
     return parts
 
 
@@ -219,7 +221,7 @@ class _QuantizationRewriter:
         self.few_rows_graph = branches and branches.few
         self.parts = QuantizedParts()
         self.store = WeightStore(model, integers, optimize_for)
-        self.operands = ActivationQuantizer(self.store, on_cpu)
+        self.scalings = ActivationScalings(on_cpu)
         graphs = (model.graph, *model.graph.subgraphs())
         self.tables = {  # the digest of a table → its initializer
             digest(table.numpy()): str(node.inputs[0].name)
@@ -248,10 +250,8 @@ class _QuantizationRewriter:
             self._packed_product(graph, node, matrix, FLOAT_ACTIVATIONS)
         elif has_few and graph is self.few_rows_graph:
             self._packed_product(graph, node, matrix, INT8_ACTIVATIONS)
-        elif name in self.static_scales:
-            self._static(graph, node, matrix, name)
         else:
-            self._by_row(graph, node, matrix, name)
+            self._integer_product(graph, node, matrix, name)
 
     def rewrite_table(self, graph: ir.Graph, node: ir.Node) -> None:
         """Quantise an embedding table, whose rows are looked up by ids."""
@@ -301,37 +301,35 @@ class _QuantizationRewriter:
         """Replace the lookup of rows by GatherBlockQuantized, which reads the integers of a product (N, K) as well."""
         bits = 4 if self.table_bits(name) == 4 else 8
         matrix = self.store.matrix(name, digest(table), lambda: table.T, bits, True)
-        packed, scales, zeros = matrix.packed(self._home(graph))
+        packed, scales, zeros = self.store.packed(self._home(graph), matrix)
         stored = self.store.rows_of(self._home(graph), matrix, packed)
         lookup = ir.node(
             "GatherBlockQuantized",
             [stored, ids, scales, *((zeros,) if zeros else ())],
-            {"bits": matrix.packed_bits, "block_size": matrix.block, "gather_axis": 0, "quantize_axis": 1},
+            {"bits": matrix.packed_bits, "block_size": matrix.spec.block, "gather_axis": 0, "quantize_axis": 1},
             domain=CONTRIB,
             version=1,
             name=f"{node.name or 'table'}.rows",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
         found = [lookup]
-        if matrix.shape[0] % matrix.block:
-            limits = (self.store.shape(size) for size in (0, matrix.shape[0], -1))
+        if matrix.spec.inner % matrix.spec.block:
+            limits = (self.store.shape(size) for size in (0, matrix.spec.inner, -1))
             found.append(ir.node("Slice", [lookup.outputs[0], *limits], name=f"{lookup.name}.own"))
         _replace(node, node, found)
         self.parts.tables += 1
 
     def _rows_of_4_bits(self, nodes: _Nodes, matrix: StoredMatrix, ids: ir.Value, home: ir.Graph) -> ir.Value:
         """Look up rows of a table (N, K): int8 (…, K) for ids (…). One more lookup unpacks both numbers of a byte."""
-        assert matrix.rows is not None
         assert ids.shape is not None
-        packed, codes = matrix.rows
-        (inner, _), rank, padded = matrix.shape, len(ids.shape), -(-matrix.shape[0] // matrix.block) * matrix.block
+        inner, rank, padded = matrix.spec.inner, len(ids.shape), matrix.spec.blocks * matrix.spec.block
         stored_bytes, stored_codes = (
             nodes.add(
                 "Cast", nodes.add("Gather", stored, ids, suffix=suffix), suffix=f"{suffix}.int32", to=ir.DataType.INT32
             )
-            for stored, suffix in ((packed, "bytes"), (codes, "codes"))
+            for stored, suffix in ((matrix.values["weights"], "bytes"), (matrix.values["codes"], "codes"))
         )
-        first = nodes.add("Mul", stored_codes, self.store.constant("unpack.bytes", np.int32(256)), suffix="first")
+        first = nodes.add("Mul", stored_codes, self.store.writer.constant(number("int32", CODE_STEP)), suffix="first")
         begin = nodes.add("Unsqueeze", first, self.store.shape(-1), suffix="begin")
         place = nodes.add("Add", stored_bytes, begin, suffix="place")
         pairs = nodes.add("Gather", self.store.pairs(home), place, suffix="pairs")  # (…, blocks, block / 2, 2)
@@ -355,11 +353,11 @@ class _QuantizationRewriter:
 
     def _packed_product(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix, accuracy_level: int) -> None:
         """Replace a product by MatMulNBits, the form for few rows and for float activations."""
-        packed, scales, zeros = matrix.packed(self._home(graph))
+        packed, scales, zeros = self.store.packed(self._home(graph), matrix)
         bias, last = _bias_of(node)
         bias_fits = _is_bias_by_column(bias, matrix)
         inner, columns = matrix.shape
-        sizes = {"K": inner, "N": columns, "bits": matrix.packed_bits, "block_size": matrix.block}
+        sizes = {"K": inner, "N": columns, "bits": matrix.packed_bits, "block_size": matrix.spec.block}
         product = ir.node(
             "MatMulNBits",
             [node.inputs[0], packed, scales, *((zeros, None, bias) if bias_fits else (zeros,) if zeros else ())],
@@ -369,52 +367,37 @@ class _QuantizationRewriter:
             name=f"{node.name}.{'few' if accuracy_level == INT8_ACTIVATIONS else 'by_block'}",
         )
         self.model.graph.opset_imports.setdefault(CONTRIB, 1)
+        assert node.inputs[0] is not None
+        source, scale = str(node.inputs[0].name), str(self.store.scale_of_rows(matrix).name)
+        own_bias = str(bias.name) if bias is not None and bias_fits else None
+        describe_product(product, DescribedProduct(matrix.spec, source, scale, own_bias))
         _replace(node, last, [product, *_added(product, None if bias_fits else bias)])
 
-    def _by_row(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix, name: str) -> None:
-        """Replace a product by one that scales each row of its activations."""
-        rows, row_scale, zero = self.operands.with_row_scales(graph, node, matrix.shape[0])
-        scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
-        columns = matrix.columns(self._home(graph))
-        if self.on_cpu and graph.name == ENCODE:
-            inputs = [rows, columns, self.store.constant("quantize.unit", np.float32(1)), scale, zero]
-            self.model.graph.opset_imports.setdefault(CONTRIB, 1)
-            new_nodes = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
-            new_nodes.append(ir.node("Mul", [new_nodes[0].outputs[0], row_scale], name=f"{name}.by_row"))
-        else:
-            product = ir.node("MatMulInteger", [rows, columns, zero], name=f"{name}.integer")
-            number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
-            by_row = ir.node("Mul", [number.outputs[0], row_scale], name=f"{name}.by_row")
-            new_nodes = [product, number, by_row, ir.node("Mul", [by_row.outputs[0], scale], name=f"{name}.by_column")]
-        bias, last = _bias_of(node)
-        _replace(node, last, [*new_nodes, *_added(new_nodes[-1], bias)])
+    def _integer_product(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix, name: str) -> None:
+        """Replace a product by one that scales each row of its activations, or all rows by a static scale.
 
-    def _static(self, graph: ir.Graph, node: ir.Node, matrix: StoredMatrix, name: str) -> None:
-        """Replace a product by one with a static scale of its activations.
-
-        On the CPU, one operator applies both scales and the bias.
+        On the CPU one operator scales by column where rows are many, and applies both scales and the bias if they are
+        static.
         """
-        activations, activation_scale, zero = self.operands.with_static_scale(graph, node, self.static_scales[name])
-        scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
-        columns = matrix.columns(self._home(graph))
+        assert node.inputs[0] is not None
+        source, scaling = self.scalings.find(graph, node.inputs[0], self.static_scales.get(name))
+        to_float = self.on_cpu and (bool(scaling.fixed_scale) or graph.name == ENCODE)
         bias, last = _bias_of(node)
-        if self.on_cpu:
-            bias_fits = _is_bias_by_column(bias, matrix)
-            inputs = [activations, columns, activation_scale, scale, zero, None, bias if bias_fits else None]
-            self.model.graph.opset_imports.setdefault(CONTRIB, 1)
-            new_nodes = [ir.node("MatMulIntegerToFloat", inputs, domain=CONTRIB, version=1, name=f"{name}.by_column")]
-            bias = None if bias_fits else bias
-        else:
-            product = ir.node("MatMulInteger", [activations, columns, zero], name=f"{name}.integer")
-            number = ir.node("Cast", [product.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.float")
-            by_step = ir.node("Mul", [number.outputs[0], activation_scale], name=f"{name}.by_step")
-            new_nodes = [
-                product,
-                number,
-                by_step,
-                ir.node("Mul", [by_step.outputs[0], scale], name=f"{name}.by_column"),
-            ]
-        _replace(node, last, [*new_nodes, *_added(new_nodes[-1], bias)])
+        bias_fits = bias is not None and _is_bias_by_column(bias, matrix)
+        scale = self.store.constant(f"{matrix.name}.scale", matrix.scale)
+        values = {"source": source, "columns": self.store.columns(self._home(graph), matrix), "scale": scale}
+        if bias is not None and bias_fits:
+            values["bias"] = bias
+        nodes = self.store.writer.product(
+            graph,
+            product_of(scaling, matrix.spec.inner, to_float, bias_fits),
+            values,
+            name,
+            lambda new: graph.insert_before(node, new),
+        )
+        names = {name: str(value.name) for name, value in values.items() if name != "columns"}
+        describe_product(nodes[0], DescribedProduct(matrix.spec, **names, scaling=scaling, followers=len(nodes) - 1))
+        _replace(node, last, [*nodes, *_added(nodes[-1], None if bias_fits else bias)])
 
 
 def constant_weight(node: ir.Node) -> _Weight | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from tformer_export.common.onnx_writer import copy_product, describe_rows
 from tformer_runtime.base.errors import UnsupportedModelError
 from tformer_runtime.format.manifest import COLUMN_IDS, COLUMN_WEIGHT, GATHER_IDS, GATHERED_COLUMNS, ShortlistSpec
 
@@ -259,6 +260,8 @@ def _copy_projection(
             kind, domain = ("MatMul", "") if kind == "FusedMatMul" else (kind, domain)
             attributes = {} if kind == "MatMul" else {n: 0 if n == "transB" else v for n, v in attributes.items()}
         copy = ir.node(kind, inputs, attributes, domain=domain, name=f"{prefix}{node.name}")
+        if columns is None:
+            copy_product(node, copy)
         for before, after in zip(node.outputs, copy.outputs, strict=True):
             after.name, after.type = f"{prefix}{before.name}", before.type
             copies[before] = after
@@ -291,6 +294,8 @@ def _rows(model: ir.Model, product: ir.Node) -> tuple[ir.Value, ir.Value]:
     turn = ir.node("Transpose", [rows], {"perm": [1, 0]}, name=f"{rows.name}.turned")
     turn.outputs[0].name, turn.outputs[0].dtype = f"{rows.name}.turned", constant.dtype
     model.graph.insert_before(model.graph[0], turn)
+    for use in list(weight.uses()):
+        describe_rows(use.node, str(rows.name))
     weight.replace_all_uses_with(turn.outputs[0])
     del model.graph.initializers[str(weight.name)]
     return rows, turn.outputs[0]

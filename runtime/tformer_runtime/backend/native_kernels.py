@@ -29,6 +29,7 @@ from tformer_runtime.base.errors import MissingExtraError, OptionError
 from tformer_runtime.base.extras import import_onnxruntime, install_command
 from tformer_runtime.format.manifest import DecodeStage, Manifest
 from tformer_runtime.format.onnx_graph import Tensor, tensor_array
+from tformer_runtime.format.stored_forms import StoredProducts
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.format.weight_forms import MIDDLE
 from tformer_runtime.rewriting.float_product import FloatProduct
@@ -131,13 +132,14 @@ class NativeKernels:
         mapped = stored.nbytes if not of_6_bits and weights.tensor.raw is None else 0
         if packer is not None:
             packer.keep(stored, codes)
-        rest = weights.inner, weights.columns, scale.ctypes.data, bias_pointer, packer and packer.pointer, mapped
+        sizes = weights.spec.inner, weights.spec.columns
+        rest = *sizes, scale.ctypes.data, bias_pointer, packer and packer.pointer, mapped
         if codes is not None:
-            handle = self._pack4(path, stored.ctypes.data, codes.ctypes.data, weights.block, *rest)
+            handle = self._pack4(path, stored.ctypes.data, codes.ctypes.data, weights.spec.block, *rest)
         else:
             bytes_of_column = stored[0].nbytes
-            strides = (1, bytes_of_column) if weights.is_transposed or weights.block else (bytes_of_column, 1)
-            handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.block else 0, *rest)
+            strides = (bytes_of_column, 1) if weights.has_columns else (1, bytes_of_column)
+            handle = self._pack8(path, stored.ctypes.data, *strides, MIDDLE if weights.is_raised else 0, *rest)
         if packer is not None and of_6_bits:  # the rows fill memory
             packer.wait()
         return int(handle) if handle > 0 else None
@@ -227,12 +229,14 @@ class LoadingProducts:
         is_float32: bool = True,
         makes_chains: bool = False,
         decode: DecodeStage | None = None,
+        stored: StoredProducts | None = None,
     ) -> bytes:
         """Return the model with operators of the kernels, if `count` or `attentions` is more than 0 then.
 
         is_float32: whether the model's floats are float32.
         makes_chains: whether operators may become chains, which onnxruntime cannot stop in the middle.
         decode: the decode stage, if it may run several steps at once.
+        stored: the records of quantised products.
 
         Matrices are packed while the graph is rewritten. If the kernels refuse any of them at last, the graph is
         rewritten again without these.
@@ -246,7 +250,7 @@ class LoadingProducts:
             pack_float = partial(self._pack_float, packer=packer) if FLOAT_BITS in self.kernels.bits else None
             refused = 0
             while True:
-                rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode)
+                rewritten = replace_products(model, folder, pack, pack_float, path, chains, decode, stored)
                 found = packer.wait()  # each time: a rewriting may reach matrices that one without memory did not reach
                 if found == refused:
                     break
@@ -264,7 +268,7 @@ class LoadingProducts:
             return None
         bias = None if product.bias is None else product.bias.tobytes()
         key = weights, product.scale.tobytes(), bias
-        num_bytes = weights.inner * weights.columns * weights.bits // 8
+        num_bytes = weights.spec.inner * weights.spec.columns * weights.bits // 8
         return self._once(key, num_bytes, lambda: self.kernels.pack(product, files, packer))
 
     def _pack_float(self, product: FloatProduct, files: WeightFiles, packer: Packer) -> int | None:
@@ -324,6 +328,8 @@ def kernels_for(manifest: Manifest) -> NativeKernels | None:
         return None
     if kernels is None or (manifest.quantization == "none" and manifest.precision != "fp32"):
         return None
+    if manifest.lacks_records:
+        return None
     bits = BITS_OF_QUANTIZATION.get(manifest.quantization)
     return kernels if bits is None or bits in kernels.bits else None
 
@@ -341,6 +347,8 @@ def reason_without_kernels(manifest: Manifest, device: str = "cpu") -> str:
         return "onnxruntime is not installed"
     if isinstance(kernels, str):
         return kernels
+    if manifest.lacks_records:
+        return "an earlier tformer wrote the file, without records of its products: export the model again"
     bits = BITS_OF_QUANTIZATION.get(manifest.quantization)
     if bits is not None and bits not in kernels.bits:
         return f"not measured to be faster for weights of {bits} bits on this processor ({kernels.path})"

@@ -378,8 +378,8 @@ class Session:
             if kernels is not None:
                 products = stack.enter_context(LoadingProducts(kernels, self._opening_threads))
                 is_float32 = self.manifest.precision == "fp32"
-                decode = self.manifest.decode
-                model = products.rewrite(model, folder, is_float32, self._run_seconds is None, decode)
+                decode, stored = self.manifest.decode, self.manifest.stored_products
+                model = products.rewrite(model, folder, is_float32, self._run_seconds is None, decode, stored)
                 if products.has_greedy_loop:
                     self.max_greedy_steps = max(1, MAX_GREEDY_BYTES // max(products.weight_bytes, MIN_GREEDY_BYTES))
                     self.added_inputs = {GREEDY_PLAN: "int64"}
@@ -388,7 +388,9 @@ class Session:
                     self.small_batch_limit = None
             if self._kernels is None and logger.isEnabledFor(logging.INFO):
                 logger.info("native kernels: none: %s", self.reason_without_kernels)
-            model, folder = stack.enter_context(with_derived_weights(model, folder, self._opening_threads))
+            model, folder = stack.enter_context(
+                with_derived_weights(model, folder, self._opening_threads, self.manifest.stored_products)
+            )
             sessions = self._open_stages(model, folder, split_stages)
         resident_pages.trim_heap()
         return sessions

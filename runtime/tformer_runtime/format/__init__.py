@@ -7,6 +7,7 @@ digest           whether a file is as the exporter wrote it
 open_files       the files of a loaded model, held open: whether their bytes have changed
 model_file       read the metadata; map the weights into memory
 stage_split      extract one stage of a file with two
+stored_forms     records of quantised products, and the operators that a graph has for them
 weight_forms     the forms of weights, made by numpy
 sizes            lengths of one row along the free axes of its inputs and outputs
 dtypes           types that numpy does not have

@@ -62,12 +62,14 @@ from msgspec import Struct, field
 
 from tformer_runtime.base.errors import ModelFileError, OptionError
 from tformer_runtime.base.validation import MAX_THREADS
+from tformer_runtime.format.stored_forms import StoredProducts
 from tformer_runtime.format.typed_json import Count, Id, Index, Name, read_typed
 
 Bits = Annotated[str, msgspec.Meta(pattern="^[1-9][0-9]?$")]  # a number of bits, as a key in JSON
 
 MANIFEST_KEY = "tformer.manifest"
-MANIFEST_VERSION = 10
+MANIFEST_VERSION = 11
+VERSION_WITHOUT_PRODUCTS = 10  # has no record of stored products, and is read as a file without any
 
 STAGE_INPUT = "stage.decode"
 POSITIONS = "decode.positions"
@@ -371,6 +373,8 @@ class Manifest(Struct, frozen=True):
         defaults.
     weight_bits: bits → the number of weights that the file stores in so many bits.
     max_length_cause: why no sequence is longer, in words; empty for a single-pass model.
+    stored_products: the stored forms of quantised products. A runtime that computes a product in another way needs its
+        record; a product without one runs as the operators that the graph has.
     parity, quantization, weight_bits, max_length_cause, optimized_for, kernel_forms, producer: for people. The
         runtime shows them and does not interpret them.
     """
@@ -401,12 +405,18 @@ class Manifest(Struct, frozen=True):
     preprocessing: Mapping[str, Preprocessing] = field(default_factory=dict)
     adapters: tuple[Name, ...] = ()
     placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
+    stored_products: StoredProducts = StoredProducts()
     version: int = MANIFEST_VERSION
 
     @property
     def staged(self) -> bool:
         """Whether the graph holds both stages, in one `If`."""
         return self.encode is not None and self.decode is not None
+
+    @property
+    def lacks_records(self) -> bool:
+        """Whether the file has quantised products without records, because an earlier exporter wrote it."""
+        return self.version == VERSION_WITHOUT_PRODUCTS and self.quantization != "none"
 
     @property
     def takes_prompt(self) -> bool:
@@ -453,7 +463,7 @@ class Manifest(Struct, frozen=True):
     def from_json(cls, text: str) -> Manifest:
         """Read a manifest: all fields, of their types and within their bounds, and no others.
 
-        `manifest_checks` has the rules that concern several fields.
+        `manifest_checks` has the rules that concern several fields. A file of VERSION_WITHOUT_PRODUCTS has none stored.
         Raise ModelFileError if it is damaged, or of a version that this runtime does not read.
         """
         try:
@@ -468,7 +478,9 @@ class Manifest(Struct, frozen=True):
                 f"the file's manifest has version {version} and this runtime reads version {MANIFEST_VERSION}: "
                 "upgrade tformer"
             )
-        if version < MANIFEST_VERSION:
+        if version == VERSION_WITHOUT_PRODUCTS:
+            data.setdefault("stored_products", msgspec.to_builtins(StoredProducts()))
+        elif version < MANIFEST_VERSION:
             raise ModelFileError(
                 f"the file was written by an earlier tformer (its manifest has version {version}, this runtime reads "
                 f"version {MANIFEST_VERSION}): export the model again"

@@ -66,6 +66,9 @@ def check_manifest(manifest: Manifest) -> None:
                 if name not in inputs:
                     raise _ContradictionError(f"{kind} is of {name!r}, which is not an input")
         _check_unique("adapters", manifest.adapters)
+        for name, product in manifest.stored_products.products.items():
+            if product.matrix >= len(manifest.stored_products.matrices):
+                raise _ContradictionError(f"the matrix {product.matrix} of the product {name!r} does not exist")
         labels, outputs = manifest.output_meaning.labels, manifest.encode.outputs if manifest.encode else ()
         sizes = {output.shape[-1] for output in outputs}
         if labels and manifest.decode is None and len(labels) not in sizes and all(isinstance(s, int) for s in sizes):

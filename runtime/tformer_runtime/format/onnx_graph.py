@@ -107,6 +107,7 @@ class Node(Struct, eq=False):
     encoded: its NodeProto; without its branches if it has any, and None once it has changed.
     branches: name of an attribute → its graph.
     known_attributes: what `attributes` returns; None before it is called.
+    has_other_attributes: whether there are attributes that it does not return, once it was called.
     """
 
     op_type: str
@@ -116,6 +117,7 @@ class Node(Struct, eq=False):
     encoded: bytes
     branches: dict[str, Graph] = field(default_factory=dict)
     known_attributes: dict[str, Attribute] | None = None
+    has_other_attributes: bool = False
 
     __repr__ = object.__repr__
 
@@ -135,6 +137,8 @@ class Node(Struct, eq=False):
                     name, number = _attribute(value.content)
                     if number is not None:
                         found[name] = number
+                    else:
+                        self.has_other_attributes = True
             self.known_attributes = found
         return self.known_attributes
 

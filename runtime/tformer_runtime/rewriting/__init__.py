@@ -3,9 +3,9 @@
 `backend.session.Session` opens a file. It calls `product_rewrite` first, if there are native kernels, and then
 `derived_weights`. The file itself does not change.
 
-stored_weights       recognise the stored form of integer weights
+stored_weights       find integer weights by their record, and compare the graph with it
 derived_weights      compute the weights that a file derives from stored ones
-quantized_product    recognise the operators of a quantised product
+quantized_product    find quantised products by their record, and compare the graph with it
 float_product        recognise a float32 product
 attention_rewrite    recognise attention that native kernels compute
 elementwise_rewrite  recognise norms, activations and gates that native kernels compute

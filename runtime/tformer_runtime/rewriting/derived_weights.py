@@ -4,9 +4,9 @@ A file stores each matrix of integers once. Operators over constants, in front o
 forms that kernels read (`tformer_export/quantize/weight_storage.py`). onnxruntime runs them when it opens a file. It
 keeps all intermediate results until the last of them is computed, with up to six bytes a weight, and uses one core.
 
-`with_derived_weights` recognises these operators, writes their results into a scratch file on all cores, matrix by
-matrix, and puts references to that file in their place. onnxruntime maps a weight, packs it for its kernel, and then
-lets it go, so that never more than a few matrices are in memory twice.
+`with_derived_weights` finds these operators by the records of the products, writes their results into a scratch file on
+all cores, matrix by matrix, and puts references to that file in their place. onnxruntime maps a weight, packs it for
+its kernel, and then lets it go, so that never more than a few matrices are in memory twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from tformer_runtime.base.scratch_files import scratch_file
 from tformer_runtime.format import weight_forms
 from tformer_runtime.format.onnx_graph import (
     Graph,
-    Node,
     OnnxModel,
     Place,
     Tensor,
@@ -40,14 +39,10 @@ from tformer_runtime.format.onnx_graph import (
     remove_unread,
     tensor_array,
 )
+from tformer_runtime.format.stored_forms import INT8_COLUMNS, StoredProducts
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.product_rewrite import DAMAGE, PACKED_PRODUCT, PRODUCTS, UNPARSED_BRANCHES
-from tformer_runtime.rewriting.stored_weights import (
-    StoredWeights,
-    find_packed_weights,
-    find_stored_weights,
-    read_rows_of_6_bits,
-)
+from tformer_runtime.rewriting.stored_weights import Comparison, StoredWeights, read_rows_of_6_bits
 
 logger = logging.getLogger("tformer")
 
@@ -74,29 +69,34 @@ class _Derived(Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def with_derived_weights(model: bytes, folder: Path, threads: int) -> Iterator[tuple[bytes, Path]]:
+def with_derived_weights(
+    model: bytes, folder: Path, threads: int, products: StoredProducts
+) -> Iterator[tuple[bytes, Path]]:
     """Yield the model with its derived weights as references to a scratch file, and the folder of its references.
 
     model, folder: from `model_file.read_mapped_model`. They are yielded unchanged if there are no derived weights, or
         if there is no place for the scratch file; then onnxruntime derives them.
     threads: matrices that are computed at the same time.
+    products: the records of the file.
     The scratch file has one byte for each derived number, and is deleted at the end of the block.
     """
     with contextlib.ExitStack() as stack:
-        yield _derive(model, folder, threads, stack) or (model, folder)
+        yield _derive(model, folder, threads, products, stack) or (model, folder)
 
 
-def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStack) -> tuple[bytes, Path] | None:
+def _derive(
+    model: bytes, folder: Path, threads: int, products: StoredProducts, stack: contextlib.ExitStack
+) -> tuple[bytes, Path] | None:
     """Compute the derived weights. Return as `with_derived_weights` yields; None to leave the model as it is."""
     if os.name != "posix":  # a path relative to the root of all files is not one on another drive
         return None
-    if not all(any(name in model for name in names) for names in (_DERIVING, _READING)):
+    if not products.products or not all(any(name in model for name in names) for names in (_DERIVING, _READING)):
         return None  # without parsing it
     if any(name in model for name in UNPARSED_BRANCHES):
         return None
     with contextlib.ExitStack() as scratch:
         try:
-            result = _rewritten(model, folder, threads, scratch)
+            result = _rewritten(model, folder, threads, products, scratch)
         except (_UnexpectedError, *DAMAGE):  # onnxruntime says what is wrong with it
             return None
         except (OSError, RuntimeError) as error:  # no place, or no thread
@@ -107,11 +107,15 @@ def _derive(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStac
         return result
 
 
-def _rewritten(model: bytes, folder: Path, threads: int, stack: contextlib.ExitStack) -> tuple[bytes, Path] | None:
+def _rewritten(
+    model: bytes, folder: Path, threads: int, products: StoredProducts, stack: contextlib.ExitStack
+) -> tuple[bytes, Path] | None:
     """Do as `_derive` does, with an error for a model that is left to onnxruntime."""
     parsed = parse_model(model)
     with WeightFiles(folder) as files:
-        weights = list({(id(each.graph), each.name): each for each in _find_derived(parsed.graph, files)}.values())
+        weights = list(
+            {(id(each.graph), each.name): each for each in _find_derived(parsed.graph, products, files)}.values()
+        )
         sizes = [math.prod(each.shape) if each.write else 0 for each in weights]
         if sum(sizes) < MIN_DERIVED_BYTES:
             return None
@@ -138,45 +142,39 @@ def _rewritten(model: bytes, folder: Path, threads: int, stack: contextlib.ExitS
     return encoded, Path("/")
 
 
-def _find_derived(graph: Graph, files: WeightFiles) -> Iterator[_Derived]:
+def _find_derived(graph: Graph, stored: StoredProducts, files: WeightFiles) -> Iterator[_Derived]:
     """Yield the derived weights that products read."""
+    comparison = Comparison(files)
     for inner in graph.all_graphs():
         for node in inner.nodes:
-            if node.op_type in PRODUCTS:
-                yield from _columns(inner, node, files)
-            elif node.op_type == PACKED_PRODUCT:
-                yield from _packed(inner, node, files)
+            is_packed = node.op_type == PACKED_PRODUCT
+            spec = stored.products.get(node.outputs[0]) if is_packed or node.op_type in PRODUCTS else None
+            found = inner.find_producer(node.inputs[1]) if spec is not None else None
+            if spec is None or found is None:
+                continue
+            name, matrix = node.inputs[1], stored.matrices[spec.matrix]
+            find = comparison.find_packed if is_packed else comparison.find_columns
+            weights = find(inner, name, matrix)
+            is_stored = matrix.is_packed if is_packed else matrix.form == INT8_COLUMNS
+            if weights is None or (is_stored and weights.tensor.raw is not None):
+                continue
+            shape: tuple[int, ...] = matrix.inner, matrix.columns
+            if is_packed:
+                shape = weights.tensor.shape if is_stored else (matrix.columns, matrix.blocks, matrix.block)
+            write = None if is_stored else (_writer_of_blocks if is_packed else _writer_of_columns)(weights, files)
+            dtype = np.dtype(np.uint8 if is_packed else np.int8)
+            yield _Derived(found[1], name, dtype, shape, weights.tensor, write)
 
 
-def _columns(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
-    """Yield the int8 columns (K, N) of a product, if they are derived."""
-    name = node.inputs[1] if len(node.inputs) > 1 else ""
-    found, stored = graph.find_producer(name), find_stored_weights(graph, name, files)
-    if found is None or stored is None or (stored.is_plain and stored.tensor.raw is not None):
-        return
-    write = None if stored.is_plain else _writer_of_columns(stored, files)
-    yield _Derived(found[1], name, np.dtype(np.int8), (stored.inner, stored.columns), stored.tensor, write)
-
-
-def _packed(graph: Graph, node: Node, files: WeightFiles) -> Iterator[_Derived]:
-    """Yield the packed weights (N, blocks, bytes of a block) of a product, if they are derived."""
-    name = node.inputs[1] if len(node.inputs) > 1 else ""
-    found, packed = graph.find_producer(name), find_packed_weights(graph, name, files)
-    if found is None or packed is None:
-        return
-    stored, block = packed
-    if stored.block:
-        if stored.tensor.raw is None:
-            yield _Derived(found[1], name, np.dtype(np.uint8), stored.tensor.shape, stored.tensor, None)
-        return
+def _writer_of_blocks(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
+    """Return the function that writes packed weights (N, blocks, bytes of a block)."""
     values = _array(stored.tensor, files)
 
     def write(out: Array) -> None:
         rows = values if stored.lower is None else _rows_of_6_bits(stored, files)
-        weight_forms.packed_8_bits(rows if stored.is_transposed else rows.T, out)
+        weight_forms.packed_8_bits(rows.T if stored.has_columns else rows, out)
 
-    shape = stored.columns, -(-stored.inner // block), block
-    yield _Derived(found[1], name, np.dtype(np.uint8), shape, stored.tensor, write)
+    return write
 
 
 def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[Array], None]:
@@ -187,7 +185,7 @@ def _writer_of_columns(stored: StoredWeights, files: WeightFiles) -> Callable[[A
     if stored.codes is not None:
         codes = _array(stored.codes, files)
         return lambda out: weight_forms.columns_of_4_bits(values, codes, out)
-    if stored.block:
+    if stored.is_raised:
         return lambda out: weight_forms.columns_of_8_bits(values, out)
     return lambda out: weight_forms.transpose(values, out)
 

@@ -21,6 +21,7 @@ from tformer_runtime.format.manifest import DecodeStage
 from tformer_runtime.format.onnx_fields import MODEL_OPSET_IMPORT, OPERATOR_SET_ID_DOMAIN, OPERATOR_SET_ID_VERSION
 from tformer_runtime.format.onnx_graph import Graph, Node, new_node, parse_model, remove_unread, rename_values
 from tformer_runtime.format.onnx_wire import WireError, bytes_field, varint_field
+from tformer_runtime.format.stored_forms import StoredProducts
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.attention_rewrite import (
     ATTENTION,
@@ -34,7 +35,7 @@ from tformer_runtime.rewriting.float_product import FLOAT_PRODUCTS, FloatProduct
 from tformer_runtime.rewriting.greedy_loop import make_greedy_loop
 from tformer_runtime.rewriting.operator_chain import make_chains
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, Readers, find_product
-from tformer_runtime.rewriting.stored_weights import is_operator
+from tformer_runtime.rewriting.stored_weights import Comparison, is_operator
 
 DOMAIN = "ai.tformer"
 OPERATOR, FLOAT_OPERATOR = "RowQuantizedMatMul", "PackedMatMul"
@@ -70,10 +71,11 @@ def replace_products(
     attention_path: int | None = None,
     chains: int = 0,
     decode: DecodeStage | None = None,
+    stored: StoredProducts | None = None,
 ) -> Rewritten:
     """Return a model in which operators of native kernels compute products, attentions, norms, gates and activations.
 
-    Operators that are not recognised stay as they are.
+    Operators that are not recognised stay as they are, and so do quantised products without a record.
 
     model: as `model_file.read_mapped_model` returns it; it is returned unchanged if nothing is replaced.
     folder: of the files with the weights.
@@ -83,6 +85,7 @@ def replace_products(
     chains: the number of threads that may share a batch in operators that follow each other and become one
         (`operator_chain`); 0 to leave them apart.
     decode: the decode stage, if it may run several steps at once (`greedy_loop`).
+    stored: the records of quantised products.
     Raise ModelFileError if the model has such operators itself: they hold handles of this process's memory.
     """
     if OPERATOR.encode() in model:
@@ -92,7 +95,7 @@ def replace_products(
     if not any(name.encode() in model for name in names) or any(name in model for name in UNPARSED_BRANCHES):
         return Rewritten(model)  # without parsing it
     try:
-        return _rewritten(model, folder, pack, pack_float, attention_path, chains, decode)
+        return _rewritten(model, folder, pack, pack_float, attention_path, chains, decode, stored or StoredProducts())
     except ModelFileError:
         raise
     except DAMAGE:
@@ -107,6 +110,7 @@ def _rewritten(
     attention_path: int | None,
     chains: int,
     decode: DecodeStage | None,
+    stored: StoredProducts,
 ) -> Rewritten:
     """Do as `replace_products` does, for a model that has products or attentions."""
     parsed = parse_model(model)
@@ -117,7 +121,9 @@ def _rewritten(
         return Rewritten(model)
     with WeightFiles(folder) as files:
         has_scans = any(node.op_type == "Scan" for graph in parsed.graph.all_graphs() for node in graph.nodes)
-        replacement = _Replacement(files, pack, pack_float, parsed.graph.input_names(), has_scans, attention_path)
+        replacement = _Replacement(
+            Comparison(files), stored, pack, pack_float, parsed.graph.input_names(), has_scans, attention_path
+        )
         graphs = list(_without_loops(parsed.graph))
         products = sum(replacement.replace_in(graph) for graph in graphs)
         attentions = sum(replacement.replace_attentions(graph) for graph in graphs)
@@ -154,12 +160,17 @@ def _without_loops(graph: Graph) -> Iterator[Graph]:
 class _Replacement(Struct, frozen=True):
     """inputs: names of the inputs of the model. has_scans: whether it has a Scan."""
 
-    files: WeightFiles
+    comparison: Comparison
+    stored: StoredProducts
     pack: Packer
     pack_float: FloatPacker | None
     inputs: set[str]
     has_scans: bool
     attention_path: int | None = None
+
+    @property
+    def files(self) -> WeightFiles:
+        return self.comparison.files
 
     def replace_attentions(self, graph: Graph) -> int:
         """Replace the attentions of one graph, without its branches, and return their number."""
@@ -199,9 +210,9 @@ class _Replacement(Struct, frozen=True):
         return len(new_nodes)
 
     def _new_node(self, graph: Graph, node: Node, readers: Readers) -> tuple[Node, Node] | None:
-        """Return the last node of the product that a node begins, and the new node; None for other nodes."""
+        """Return the last node of the product of a node, and the new node; None for other nodes."""
         if node.op_type in PRODUCTS:
-            product = find_product(graph, node, readers, self.files)
+            product = find_product(graph, node, self.stored, self.comparison)
             handle = self.pack(product, self.files) if product is not None else None
             return (product.last, _operator(product, handle)) if product is not None and handle is not None else None
         if node.op_type in FLOAT_PRODUCTS and self.pack_float is not None:
@@ -224,7 +235,7 @@ def _operator(product: QuantizedProduct, handle: int) -> Node:
         "floor": float(scaling.floor),
         "step": float(scaling.step),
         "fixed_scale": float(scaling.fixed_scale),
-        COLUMNS: product.weights.columns,
+        COLUMNS: product.weights.spec.columns,
         **Activation().attributes(),
     }
     return new_node(OPERATOR, DOMAIN, [product.source], [product.result], attributes)

@@ -247,7 +247,7 @@ export class WasmBackend extends HostBackend {
 
   async open(model: Uint8Array, weights: Weights, manifest: Manifest, name: string): Promise<Session> {
     checkPrecision(manifest, name);
-    const [fastModel, allWeights] = await withFastProducts(model, weights, name);
+    const [fastModel, allWeights] = await withFastProducts(model, weights, manifest, name);
     return new WasmSession(this.heap, await this.openHandle(fastModel, allWeights, manifest, name), name);
   }
 
@@ -289,13 +289,18 @@ export class WasmBackend extends HostBackend {
 }
 
 /** Return the model with the products that are fast in WebAssembly, and its weights with theirs. */
-async function withFastProducts(model: Uint8Array, weights: Weights, name: string): Promise<[Uint8Array, Weights]> {
+async function withFastProducts(
+  model: Uint8Array,
+  weights: Weights,
+  { storedProducts }: Manifest,
+  name: string,
+): Promise<[Uint8Array, Weights]> {
   const { withIntegerProducts } = await import("../format/productRewrite.js"); // a page with workers needs no code of it
   const { location, bytes, dataFiles } = weights;
   const read = (file: string) => (file === location ? bytes : dataFiles?.get(file));
   const rewritten = readingFile(name, () => {
     try {
-      return withIntegerProducts(model, read);
+      return withIntegerProducts(model, read, storedProducts);
     } catch (error) {
       if (error instanceof RangeError) throw openingError(error, name); // of an array
       throw error;

@@ -40,6 +40,7 @@ import {
   mapping,
   name,
   nullable,
+  number,
   object,
   oneOf,
   readTyped,
@@ -48,7 +49,8 @@ import {
 } from "./typedJson.js";
 
 export const MANIFEST_KEY = "tformer.manifest";
-export const MANIFEST_VERSION = 10;
+export const MANIFEST_VERSION = 11;
+export const VERSION_WITHOUT_PRODUCTS = 10; // has no record of stored products, and is read as a file without any
 
 export const STAGE_INPUT = "stage.decode";
 export const POSITIONS = "decode.positions";
@@ -140,6 +142,33 @@ const sessionSettings = object({
   spinning: boolean,
   disabledOptimizers: list(text),
 });
+const matrixSpec = object({
+  form: oneOf("int8_columns", "int8_rows", "int8_blocks", "int6_planes", "int4_blocks"),
+  inner: count,
+  columns: count,
+  block: count,
+  weights: name,
+  codes: nullable(name),
+  lower: nullable(name),
+});
+const rowScaling = object({
+  magnitude: boolean,
+  floor: number,
+  step: number,
+  zero: integer(0, 255),
+  reciprocal: boolean,
+  fixedScale: number,
+  mayBeEmpty: boolean,
+});
+const productSpec = object({
+  matrix: index,
+  source: name,
+  result: name,
+  scale: name,
+  bias: nullable(name),
+  scaling: nullable(rowScaling),
+});
+const storedProducts = object({ matrices: list(matrixSpec), products: mapping(productSpec) });
 const manifest = object({
   task: text,
   maxLength: index,
@@ -167,7 +196,8 @@ const manifest = object({
   preprocessing: mapping(preprocessing),
   adapters: list(name),
   placeholders: mapping(placeholder),
-  version: integer(MANIFEST_VERSION, MANIFEST_VERSION),
+  storedProducts,
+  version: integer(VERSION_WITHOUT_PRODUCTS, MANIFEST_VERSION),
 });
 
 type ReadBy<R> = R extends Reader<infer T> ? T : never;
@@ -183,12 +213,15 @@ export type OutputMeaning = ReadBy<typeof outputMeaning>;
 export type Preprocessing = ReadBy<typeof preprocessing>;
 export type Placeholder = ReadBy<typeof placeholder>;
 export type SessionSettings = ReadBy<typeof sessionSettings>;
+export type MatrixSpec = ReadBy<typeof matrixSpec>;
+export type ProductSpec = ReadBy<typeof productSpec>;
+export type StoredProducts = ReadBy<typeof storedProducts>;
 export type Manifest = ReadBy<typeof manifest>;
 
 /**
  * Read a manifest: all fields, of their types and within their bounds, and no others.
  *
- * `manifestChecks` has the rules that concern several fields.
+ * `manifestChecks` has the rules that concern several fields. A file of VERSION_WITHOUT_PRODUCTS has none stored.
  * Throw ModelFileError if it is damaged, or has another version than this runtime.
  */
 export function manifestFromJson(json: string): Manifest {
@@ -207,7 +240,9 @@ export function manifestFromJson(json: string): Manifest {
       `the file's manifest has version ${version} and this runtime reads version ${MANIFEST_VERSION}: upgrade tformer`,
     );
   }
-  if (version < MANIFEST_VERSION) {
+  if (version === VERSION_WITHOUT_PRODUCTS) {
+    data = { stored_products: { matrices: [], products: {} }, ...(data as object) };
+  } else if (version < MANIFEST_VERSION) {
     throw new ModelFileError(
       `the file was written by an earlier tformer (its manifest has version ${version}, this runtime reads version ` +
         `${MANIFEST_VERSION}): export the model again`,

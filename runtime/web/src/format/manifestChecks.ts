@@ -71,6 +71,12 @@ export function checkManifest(manifest: Manifest): void {
     }
   }
   checkUnique("adapters", manifest.adapters);
+  const { matrices, products } = manifest.storedProducts;
+  for (const [name, { matrix }] of products) {
+    if (matrix >= matrices.length) {
+      throw contradiction(`the matrix ${matrix} of the product '${name}' does not exist`);
+    }
+  }
   const labels = manifest.outputMeaning.labels.length;
   const sizes = encodedOutputs(manifest).map((output) => output.shape[output.shape.length - 1]);
   if (labels && !decode && !sizes.includes(labels) && sizes.every((size) => typeof size === "number")) {

@@ -3,8 +3,7 @@
  *
  * onnxruntime has no kernel of MatMulNBits in WebAssembly: each run unpacks all weights to floats and multiplies those. Its
  * products of bytes, MatMulInteger, are faster with any number of rows. So each MatMulNBits is replaced. Its weights are
- * whole numbers of at most 8 bits times a scale for each column, as the exporter stores them
- * (`tformer_export/quantize/weight_storage.py`). Its activations become three rows of bytes: the first are the multiples of
+ * whole numbers of at most 8 bits times a scale for each column, as its record in the manifest says. Its activations become three rows of bytes: the first are the multiples of
  * 1/127 of the row's largest magnitude, the next two what the rows before leave, in steps that are 254 times as fine. So
  * activations have the precision of float32. A product of bytes that reads three rows takes little longer than with one.
  *
@@ -18,7 +17,7 @@
  */
 
 import type { Dtype } from "../base/arrays.js";
-import { VisibleValues, type Scope } from "./graphPatterns.js";
+import type { MatrixSpec, ProductSpec, StoredProducts } from "./manifest.js";
 import { allNames, encodeModel, inputNames, parseModel, removeUnread, type Graph, type Node } from "./onnxGraph.js";
 import {
   addReference,
@@ -31,6 +30,7 @@ import {
   type StoredTensor,
 } from "./onnxGraphEdit.js";
 import { findColumns, findPackedWeights, isArray, type StoredWeights } from "./storedWeights.js";
+import { VisibleValues, type Scope } from "./visibleValues.js";
 
 const CONTRIB = "com.microsoft";
 const FEW_ROWS = "few.rows"; // the value that chooses the branch for few rows
@@ -51,13 +51,13 @@ export interface RewrittenModel {
 /**
  * Return a model with the products of WebAssembly; the same model if it has no others.
  *
- * A product whose weights are not as the exporter stores them stays as it is. Time and memory grow with the number of
- * weights. Throw WireError unless the bytes are a model.
+ * A product without a record, or whose weights are not as its record says, stays as it is. Time and memory grow with the
+ * number of weights. Throw WireError unless the bytes are a model.
  */
-export function withIntegerProducts(model: Uint8Array, readFile: FileReader): RewrittenModel {
+export function withIntegerProducts(model: Uint8Array, readFile: FileReader, stored: StoredProducts): RewrittenModel {
   const parsed = parseModel(model);
   const hasBranch = withoutFewRows(parsed.graph);
-  const rewriter = new ProductRewriter(parsed.graph, readFile);
+  const rewriter = new ProductRewriter(parsed.graph, readFile, stored);
   rewriter.rewrite(parsed.graph, []);
   if (!hasBranch && !rewriter.files.size) return { model, files: rewriter.files };
   removeUnread(parsed.graph);
@@ -102,6 +102,7 @@ class ProductRewriter {
   constructor(
     private readonly main: Graph,
     private readonly readFile: FileReader,
+    private readonly stored: StoredProducts,
   ) {
     this.hasFewRows = graphName(main) !== MANY_ROWS_GRAPH;
     const names = [...allNames(main)];
@@ -119,16 +120,26 @@ class ProductRewriter {
     graph.nodes = [];
     for (const node of nodes) {
       for (const branch of node.branches.values()) this.rewrite(branch, scopes);
-      if (!this.replacePacked(graph, node, values) && !this.widen(graph, node, values)) graph.nodes.push(node);
+      const spec = this.stored.products.get(node.outputs[0]);
+      const matrix = spec && this.stored.matrices[spec.matrix];
+      const isReplaced =
+        matrix && (this.replacePacked(graph, node, values, spec, matrix) || this.widen(graph, node, values, matrix));
+      if (!isReplaced) graph.nodes.push(node);
     }
   }
 
   /** Add the nodes that compute a MatMulNBits. Return false, and add none, for other nodes, and for nodes that stay. */
-  private replacePacked(graph: Graph, node: Node, values: VisibleValues): boolean {
+  private replacePacked(
+    graph: Graph,
+    node: Node,
+    values: VisibleValues,
+    spec: ProductSpec,
+    matrix: MatrixSpec,
+  ): boolean {
     if (node.opType !== "MatMulNBits" || node.domain !== CONTRIB || node.inputs.length > 6) return false;
     const [activations, , , , groups, bias] = node.inputs;
     const [result] = node.outputs;
-    const found = groups ? undefined : findPackedWeights(node, values);
+    const found = groups ? undefined : findPackedWeights(node, values, spec, matrix);
     if (!found || found.weights.inner > MAX_INNER) return false;
     const stride = this.strideOf(found.weights.columns);
     const scale = this.widened(found.scale, stride);
@@ -152,12 +163,12 @@ class ProductRewriter {
   }
 
   /** Add a product of bytes with more columns, and cut them off. Return false, and add none, for another node. */
-  private widen(graph: Graph, node: Node, values: VisibleValues): boolean {
+  private widen(graph: Graph, node: Node, values: VisibleValues, matrix: MatrixSpec): boolean {
     const isFloat = node.opType === "MatMulIntegerToFloat" && node.domain === CONTRIB;
     if (!isFloat && !(node.opType === "MatMulInteger" && !node.domain)) return false;
     const inputs = [...node.inputs];
     if (inputs[isFloat ? 5 : 3]) return false; // zero points of the weights
-    const found = findColumns(values, inputs[1]);
+    const found = findColumns(values, inputs[1], matrix);
     if (!found) return false;
     const stride = this.strideOf(found.columns);
     if (stride === found.columns) return false;

@@ -8,6 +8,7 @@ import { withMappedWeights } from "../../src/format/modelFile.js";
 import { parseModel, type Graph } from "../../src/format/onnxGraph.js";
 import { withIntegerProducts } from "../../src/format/productRewrite.js";
 import { Golden, type Place } from "../golden/golden.js";
+import { recordsOf } from "../support/models.js";
 
 interface Case {
   name: string;
@@ -66,7 +67,8 @@ describe.each(["node", "wasm"])("on %s", (device) => {
 
 test.each(golden.cases)("$name are rewritten as expected", ({ left, file }) => {
   const bytes = golden.array(file);
-  const { model } = withIntegerProducts(withMappedWeights(bytes, "m"), (name) => (name === "m" ? bytes : undefined));
+  const mapped = withMappedWeights(bytes, "m");
+  const { model } = withIntegerProducts(mapped, (name) => (name === "m" ? bytes : undefined), recordsOf(bytes));
   const found = operators(parseModel(model).graph);
   for (const [operator, count] of Object.entries(left)) {
     expect(found.filter((one) => one === operator).length, operator).toBe(count);

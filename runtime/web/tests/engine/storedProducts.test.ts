@@ -6,6 +6,7 @@ import { parseModel, type Graph } from "../../src/format/onnxGraph.js";
 import { withIntegerProducts } from "../../src/format/productRewrite.js";
 import { Model, type NumberArray } from "../../src/index.js";
 import { Golden, type Place } from "../golden/golden.js";
+import { recordsOf } from "../support/models.js";
 
 interface Case {
   name: string;
@@ -46,7 +47,8 @@ describe.each(["node", "wasm"])("on %s", (device) => {
 test.each(golden.cases)("$name are rewritten", ({ columns, form, file }) => {
   const bytes = golden.array(file);
   const mapped = withMappedWeights(bytes, "model.onnx");
-  const { model, files } = withIntegerProducts(mapped, (name) => (name === "model.onnx" ? bytes : undefined));
+  const read = (name: string) => (name === "model.onnx" ? bytes : undefined);
+  const { model, files } = withIntegerProducts(mapped, read, recordsOf(bytes));
   const found = operators(parseModel(model).graph);
   const isWidened = columns % 512 === 0 && form !== "encode"; // which has many rows
   expect(found).not.toContain("MatMulNBits");
@@ -58,8 +60,9 @@ test.each(golden.cases)("$name are rewritten", ({ columns, form, file }) => {
 
 test("a product whose file is not there stays as it is", () => {
   const packed = golden.cases.find(({ form, bits }) => form === "floats" && bits === 4)!;
-  const mapped = withMappedWeights(golden.array(packed.file), "model.onnx");
-  const { model, files } = withIntegerProducts(mapped, () => undefined);
+  const bytes = golden.array(packed.file);
+  const mapped = withMappedWeights(bytes, "model.onnx");
+  const { model, files } = withIntegerProducts(mapped, () => undefined, recordsOf(bytes));
   expect(model).toBe(mapped);
   expect(files.size).toBe(0);
 });

@@ -22,6 +22,8 @@ function* randomNumbers(seed: number): Generator<number> {
   }
 }
 
+const product = { matrix: 0, source: "x", result: "y", scale: "s", bias: null, scaling: null };
+
 function changedManifest(change: (manifest: Record<string, unknown>) => void): string {
   const manifest = JSON.parse(readMetadata(g2p).get(MANIFEST_KEY)!) as Record<string, unknown>;
   change(manifest);
@@ -52,8 +54,8 @@ describe("manifests", () => {
   const cases: [string, (manifest: Record<string, unknown>) => void, string][] = [
     [
       "of a later version",
-      (m) => (m["version"] = 11),
-      "has version 11 and this runtime reads version 10: upgrade tformer",
+      (m) => (m["version"] = 12),
+      "has version 12 and this runtime reads version 11: upgrade tformer",
     ],
     ["of an earlier version", (m) => (m["version"] = 9), "was written by an earlier tformer"],
     ["without a version", (m) => delete m["version"], "manifest is damaged: export the model again"],
@@ -66,12 +68,25 @@ describe("manifests", () => {
     ["with a special token", (m) => ((m["special_tokens"] as any).eos_token_ids = [42]), "the special token 42"],
     ["with a tokenizer", (m) => ((m["tokenizer_of"] as any).tgt = 2), "tokenizer 2 of 'tgt' does not exist"],
     ["with equal caches", (m) => ((m["decode"] as any).caches[1] = (m["decode"] as any).caches[0]), "occurs twice"],
+    [
+      "with a product of no matrix",
+      (m) => (m["stored_products"] = { matrices: [], products: { y: product } }),
+      "the matrix 0 of the product 'y' does not exist",
+    ],
     ["with less context", (m) => (m["decode"] as any).context.pop(), "decode reads 8 context tensors and encode has 9"],
   ];
   test.each(cases)("%s", (_, change, sentence) => {
     const read = () => checkManifest(manifestFromJson(changedManifest(change)));
     expect(read).toThrow(ModelFileError);
     expect(read).toThrow(sentence);
+  });
+
+  test("of the version before have no records of products", () => {
+    const before = changedManifest((m) => {
+      delete m["stored_products"];
+      m["version"] = 10;
+    });
+    expect(manifestFromJson(before).storedProducts).toEqual({ matrices: [], products: new Map() });
   });
 
   test("say how many weights have how many bits", () => {

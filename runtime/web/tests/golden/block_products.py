@@ -124,12 +124,19 @@ def last_bit(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def write(path: Path, nodes: Any, weights: Any, inner: int, columns: int) -> Path:
+def write(path: Path, nodes: Any, weights: Any, inner: int, columns: int, stored: Any = None) -> Path:
+    """Write a model file. stored: the records of its products."""
     shape, out = (m.BATCH_AXIS, "time", inner), (m.BATCH_AXIS, "time", columns)
     encode = m.EncodeStage(
         (m.RequestInput("x", "float32", shape, "data"),), (m.TensorSpec("y", "float32", out),), ragged=False
     )
-    manifest = m.Manifest(max_length=0, encode=encode, decode=None, task="feature-extraction")
+    manifest = m.Manifest(
+        max_length=0,
+        encode=encode,
+        decode=None,
+        task="feature-extraction",
+        stored_products=stored or m.StoredProducts(),
+    )
     model = model_of(nodes, {"x": list(shape)}, {"y": list(out)}, weights)
     h.set_model_props(model, {m.MANIFEST_KEY: manifest.to_json()})
     path.write_bytes(model.SerializeToString())

@@ -14,11 +14,15 @@ import numpy as np
 import onnx
 from block_products import int8_weights, packed, write
 from golden_file import GoldenFile
+from msgspec.structs import replace
 from onnx import TensorProto as T
 from onnx import helper as h
 
+from tformer_runtime.format import stored_forms as forms
+
 CONTRIB = "com.microsoft"
 Weights = dict[str, np.ndarray]
+Model = tuple[Any, Weights, Any, forms.StoredProducts]  # nodes, weights, expected results, records
 
 
 class Product:
@@ -90,6 +94,10 @@ class Product:
         attributes = {"K": inner, "N": columns, "bits": bits, "block_size": block, "accuracy_level": 1}
         self.nodes.append(h.make_node("MatMulNBits", inputs, [y], domain=CONTRIB, **attributes))
         self.matrix = numbers.astype(np.float64) * scale.astype(np.float64).T
+        form = forms.INT8_BLOCKS if bits == 8 else forms.INT4_BLOCKS
+        codes = names["codes"] if bits == 4 else None
+        self.spec = forms.MatrixSpec(form, inner, columns, block, names["W"], codes)
+        self.products = {y: forms.ProductSpec(0, x, y, names["scale"], names["bias"] if bias else None)}
 
     def _add(self, operator: str, prefix: str, inputs: list[str], output: str, **attributes: Any) -> None:
         names = [f"{prefix}{name}" for name in inputs]
@@ -99,12 +107,20 @@ class Product:
         with np.errstate(invalid="ignore"):
             return x.astype(np.float64) @ self.matrix + self.bias
 
+    @property
+    def stored(self) -> forms.StoredProducts:
+        return forms.StoredProducts((self.spec,), self.products)
+
+    @property
+    def model(self) -> Model:
+        return self.nodes, self.weights, self.of, self.stored
+
     def size_of(self, x: np.ndarray) -> np.ndarray:
         """Return the sums of the magnitudes of all terms, of which an error is a share."""
         return np.abs(x).astype(np.float64) @ np.abs(self.matrix) + np.abs(self.bias)
 
 
-def branches(random: Any) -> tuple[Any, Weights, Any]:
+def branches(random: Any) -> Model:
     """Two branches, each with its own weights of the same names. Rows whose first number is above 0 take the first."""
     one, other = (Product(4, 96, 512, 32, random, prefix="b.", y=y) for y in ("first", "second"))
     graphs = [
@@ -120,10 +136,11 @@ def branches(random: Any) -> tuple[Any, Weights, Any]:
         h.make_node("If", ["flag"], ["y"], then_branch=graphs[0], else_branch=graphs[1]),
     ]
     expected = lambda x: (one if x.sum() > 0 else other).of(x)  # noqa: E731
-    return nodes, {"zero": np.float32(0)}, expected
+    stored = forms.StoredProducts((one.spec,), one.products | other.products)
+    return nodes, {"zero": np.float32(0)}, expected, stored
 
 
-def shared(random: Any) -> tuple[Any, Weights, Any]:
+def shared(random: Any) -> Model:
     """Two products of the same packed weights, of which the second reads fewer rows."""
     one = Product(8, 96, 48, 32, random, y="first")
     nodes = [
@@ -136,10 +153,13 @@ def shared(random: Any) -> tuple[Any, Weights, Any]:
         h.make_node("Add", ["first", "second"], ["y"]),
     ]  # fmt: skip
     weights = one.weights | {"begin": np.array([0]), "end": np.array([80]), "axis": np.array([-1])}
-    return nodes, weights, lambda x: one.of(x) + x[:, :80].astype(np.float64) @ one.matrix[:80]
+    fewer = replace(one.spec, inner=80)
+    second = {"second": forms.ProductSpec(1, "part", "second", "scale")}
+    stored = forms.StoredProducts((one.spec, fewer), one.products | second)
+    return nodes, weights, lambda x: one.of(x) + x[:, :80].astype(np.float64) @ one.matrix[:80], stored
 
 
-def after(operator: str, random: Any, *others: float) -> tuple[Any, Weights, Any]:
+def after(operator: str, random: Any, *others: float) -> Model:
     """A product whose rows are the result of an operator on the input."""
     product = Product(8, 96, 48, 32, random, x="z")
     weights = {f"other{i}": np.float32(other) for i, other in enumerate(others)}
@@ -149,17 +169,17 @@ def after(operator: str, random: Any, *others: float) -> tuple[Any, Weights, Any
         with np.errstate(all="ignore"):
             return product.of(np.log(x) if operator == "Log" else x * np.float32(others[0]))
 
-    return [node, *product.nodes], product.weights | weights, expected
+    return [node, *product.nodes], product.weights | weights, expected, product.stored
 
 
-def constant_sum(inner: int, random: Any) -> tuple[Any, Weights, Any]:
+def constant_sum(inner: int, random: Any) -> Model:
     """A product whose sums are the largest that there are: all weights of a column are the lowest, or the highest."""
     integers = np.tile(np.array([0, 255, 0, 255], np.uint8), (inner, 1))
     product = Product(8, inner, 4, 32, random, integers=integers)
-    return product.nodes, product.weights, product.of
+    return product.model
 
 
-def wide_columns(has_axis: bool, random: Any) -> tuple[Any, Weights, Any]:
+def wide_columns(has_axis: bool, random: Any) -> Model:
     """A product of bytes whose weights have a local name. has_axis: whether the axis 0 of their Concat is written."""
     weights = {
         "W": int8_weights(96, 512, random),
@@ -181,19 +201,21 @@ def wide_columns(has_axis: bool, random: Any) -> tuple[Any, Weights, Any]:
         integers = np.clip(np.round(x / weights["scale"]), -128, 127)
         return integers.astype(np.float64) @ weights["W"].astype(np.float64) * np.float64(weights["scale"])
 
-    return nodes, weights, expected
+    matrix = forms.MatrixSpec(forms.INT8_COLUMNS, 96, 512, 32, "W")
+    stored = forms.StoredProducts((matrix,), {"product": forms.ProductSpec(0, "x", "y", "scale")})
+    return nodes, weights, expected, stored
 
 
 def main() -> None:
     file, cases, random = GoldenFile(), [], np.random.default_rng(11)
     named = Product(4, 96, 512, 16, random, prefix="tformer.", bias=True)
     masked = Product(4, 96, 40, 32, random, mask=3)
-    # title, (nodes, weights, expected), inner, columns, operators that the rewriting leaves
-    made: list[tuple[str, tuple[Any, Weights, Any], int, int, dict[str, int]]] = [
+    # title, model, inner, columns, operators that the rewriting leaves
+    made: list[tuple[str, Model, int, int, dict[str, int]]] = [
         ("branches with weights of one name", branches(random), 96, 512, {"MatMulNBits": 0}),
         ("packed weights of two sizes", shared(random), 96, 48, {"MatMulNBits": 0}),
-        ("names of the rewriting", (named.nodes, named.weights, named.of), 96, 512, {"MatMulNBits": 0}),
-        ("another mask of codes", (masked.nodes, masked.weights, masked.of), 96, 40, {"MatMulNBits": 1}),
+        ("names of the rewriting", named.model, 96, 512, {"MatMulNBits": 0}),
+        ("another mask of codes", masked.model, 96, 40, {"MatMulNBits": 1}),
         ("NaN in rows", after("Log", random), 96, 48, {"MatMulNBits": 0}),
         ("very small rows", after("Mul", random, 1e-37), 96, 48, {"MatMulNBits": 0}),
         ("the longest sums", constant_sum(1 << 17, random), 1 << 17, 4, {"MatMulNBits": 0}),
@@ -208,12 +230,12 @@ def main() -> None:
         bias = bool(random.integers(2))
         title = f"{bits} bits in blocks of {block}, {inner} × {columns}{', bias' * bias}"
         drawn = Product(bits, inner, columns, block, random, bias=bias)
-        made.append((title, (drawn.nodes, drawn.weights, drawn.of), inner, columns, {"MatMulNBits": 0}))
+        made.append((title, drawn.model, inner, columns, {"MatMulNBits": 0}))
         sizes[title] = drawn.size_of
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "model.onnx"
-        for title, (nodes, weights, expected), inner, columns, left in made:
-            write(path, nodes, {name: np.asarray(array) for name, array in weights.items()}, inner, columns)
+        for title, (nodes, weights, expected, stored), inner, columns, left in made:
+            write(path, nodes, {name: np.asarray(array) for name, array in weights.items()}, inner, columns, stored)
             runs = []
             for rows in (1, 5):
                 x = random.standard_normal((rows, inner)).astype(np.float32)

@@ -28,6 +28,7 @@ from tformer_export.common.onnx_writer import save  # noqa: E402
 from tformer_export.quantize.rewrite import quantize_weights  # noqa: E402
 from tformer_runtime.base.extras import import_onnxruntime  # noqa: E402
 from tformer_runtime.format import manifest as m  # noqa: E402
+from tformer_runtime.format.stored_forms import INT8_ROWS, MatrixSpec, ProductSpec  # noqa: E402
 
 onnxruntime = import_onnxruntime()
 
@@ -100,27 +101,36 @@ def transposed(inner: int, columns: int, random: Any) -> onnx.ModelProto:
     return model_of(nodes, {"x": [m.BATCH_AXIS, "time", inner]}, {"y": [m.BATCH_AXIS, "time", columns]}, weights)
 
 
-def quantized(model: onnx.ModelProto, bits: int, form: str) -> onnx.ModelProto:
+def table_records(inner: int, columns: int) -> m.StoredProducts:
+    matrix = MatrixSpec(INT8_ROWS, inner, columns, 32, "table")
+    return m.StoredProducts((matrix,), {"product": ProductSpec(0, "x", "y", "scale")})
+
+
+def quantized(model: onnx.ModelProto, bits: int, form: str) -> ir.Model:
     parsed = ir.from_proto(model)
     options: dict[str, Any] = {
         FLOATS: {"float_activations": True},
         ROWS: {"on_cpu": True},
         ENCODE: {"on_cpu": True},
         FEW: {"step": "x"},
+        SELECTED: {"float_activations": True},
     }[form]
     quantize_weights(parsed, bits, "latency" if form == FEW else "throughput", **options)
-    return ir.to_proto(parsed)
+    return parsed
 
 
-def write(model: onnx.ModelProto, inner: int, columns: int, path: Path) -> bytes:
-    """Write a model file as the exporter does, with its large weights at places that can be mapped."""
+def write(model: ir.Model, stored: m.StoredProducts, inner: int, columns: int, path: Path) -> bytes:
+    """Write a model file as the exporter does, with its large weights at places that can be mapped.
+
+    stored: records of products that the exporter has not made.
+    """
     encode = m.EncodeStage(
         (m.RequestInput("x", "float32", (m.BATCH_AXIS, "time", inner), "data"),),
         (m.TensorSpec("y", "float32", (m.BATCH_AXIS, "time", columns)),),
         ragged=False,
     )
-    manifest = m.Manifest(max_length=0, encode=encode, decode=None, task="feature-extraction")
-    save(ir.from_proto(model), manifest, path)
+    manifest = m.Manifest(max_length=0, encode=encode, decode=None, task="feature-extraction", stored_products=stored)
+    save(model, manifest, path)
     return path.read_bytes()
 
 
@@ -136,16 +146,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for form, bits, inner, columns, has_bias in kinds:
             if form == "table":
-                model = transposed(inner, columns, random)
+                model = ir.from_proto(transposed(inner, columns, random))
+                stored = table_records(inner, columns)
             else:
-                model = quantized(
-                    product(inner, columns, has_bias, ENCODE if form == ENCODE else "decode", random),
-                    bits,
-                    FLOATS if form == SELECTED else form,
-                )
-            if form == SELECTED:
-                model = selected(model)
-            whole = write(model, inner, columns if form == "table" else 2 * columns, Path(folder) / "model.onnx")
+                drawn = product(inner, columns, has_bias, ENCODE if form == ENCODE else "decode", random)
+                model = quantized(selected(drawn) if form == SELECTED else drawn, bits, form)
+                stored = m.StoredProducts()
+            whole = write(
+                model, stored, inner, columns if form == "table" else 2 * columns, Path(folder) / "model.onnx"
+            )
             session = onnxruntime.InferenceSession(whole, providers=["CPUExecutionProvider"])
             if form == FLOATS:
                 identity = np.concatenate([np.zeros((1, inner)), np.eye(inner)]).astype(np.float32)

@@ -3,6 +3,8 @@
 import { execFileSync } from "node:child_process";
 import { readFileSync } from "node:fs";
 import { join, resolve } from "node:path";
+import type { StoredProducts } from "../../src/format/manifest.js";
+import { manifestOf, readMetadata } from "../../src/format/modelFile.js";
 import type { Json } from "./goldenValues.js";
 
 export const REPOSITORY = resolve(import.meta.dirname, "../../../..");
@@ -12,6 +14,11 @@ const FOLDER = resolve(REPOSITORY, "build/web");
 /** Return the name of a model file. */
 export function modelPath(name: string): string {
   return join(FOLDER, `${name}.onnx`);
+}
+
+/** Return the records of the quantised products of a file. */
+export function recordsOf(file: Uint8Array): StoredProducts {
+  return manifestOf(readMetadata(file)).storedProducts;
 }
 
 /** Return the bytes of a model file. */

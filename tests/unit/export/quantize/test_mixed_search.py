@@ -100,7 +100,7 @@ def count_stored_bytes(inner, bits):
     model = product(inner)
     if bits != FLOAT_BITS:
         quantize_weights(model, bits)
-    tensors = [t for t in ir.to_proto(model).graph.initializer if not t.name.startswith("unpack.")]
+    tensors = [t for t in ir.to_proto(model).graph.initializer if not t.name.startswith("form.")]
     arrays = [numpy_helper.to_array(tensor) for tensor in tensors]
     return sum(array.nbytes for array in arrays if array.size >= 128)
 

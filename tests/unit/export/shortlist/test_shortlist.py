@@ -38,7 +38,8 @@ from tformer_runtime.decoding.batch_rows import candidates_of
 from tformer_runtime.decoding.options import Settings
 from tformer_runtime.decoding.sequence import SequenceTask
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.model_file import read_manifest
+from tformer_runtime.format.model_file import read_manifest, read_mapped_model
+from tformer_runtime.rewriting.product_rewrite import replace_products
 
 IDS, START, END, MAX_NEW_TOKENS = 600, 1, 2, 10
 DRAW = np.random.default_rng(0)
@@ -260,6 +261,16 @@ def test_native_kernels_keep_results(exported, monkeypatch, path):
         results.append([*model.generate_batch(SOURCES[:8])])
     for actual, expected in zip(*results, strict=True):
         assert_same_result(actual, expected, exported.exact)
+
+
+def test_records_name_the_projection_for_all_ids(exported):
+    """Its copy for gathered columns has no stored weights, and no record."""
+    path = exported.file.engine.session.path
+    stored = read_manifest(path).stored_products
+    count = replace_products(*read_mapped_model(path), lambda product, files: 1, stored=stored).products
+    assert count == len(stored.products)
+    projections = [name for name in stored.products if name.startswith(("all/", "shortlist/"))]
+    assert [name.split("/")[0] for name in projections] == (["all"] if exported.exact else [])
 
 
 def test_requests_with_and_without_shortlist_share_batches(exported):

@@ -22,6 +22,7 @@ VALUES = [
     "slot", "ids", "int64", "float32", "bool", "\0", "a" * 5000, [], {}, [[]], [1], ["x"], {"x": 1}, [None],
 ]  # fmt: skip
 CASES = 200
+PRODUCT = {"matrix": 0, "source": "x", "result": "y", "scale": "s", "bias": None, "scaling": None}
 
 
 def generate(model):
@@ -105,6 +106,8 @@ def test_changed_manifests_are_refused_or_work(kind, tmp_path):
         (("tokenizer_of",), {"tgt": 5}, "tokenizer 5 of 'tgt' does not exist"),
         (("decode", "controls"), ["decode.unknown"], "'decode.unknown' is not a control input"),
         (("encode", "inputs", 1, "of"), "nothing", "'src_mask' belongs to 'nothing'"),
+        (("stored_products", "products"), {"y": PRODUCT}, "the matrix 0 of the product 'y' does not exist"),
+        (("stored_products", "products"), {"y": {**PRODUCT, "matrix": -1}}, "Expected `int` >= 0"),
         (("encode", "inputs", 0, "dtype"), "complex64", "Expected `str` matching regex"),
     ],
 )

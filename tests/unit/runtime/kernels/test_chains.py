@@ -445,9 +445,9 @@ def test_run_with_a_deadline_has_no_chains(g2p_file, monkeypatch):
     asked = []
     original = LoadingProducts.rewrite
 
-    def rewrite(self, model, folder, is_float32, makes_chains, decode):
+    def rewrite(self, model, folder, is_float32, makes_chains, *rest):
         asked.append(makes_chains)
-        return original(self, model, folder, is_float32, makes_chains, decode)
+        return original(self, model, folder, is_float32, makes_chains, *rest)
 
     monkeypatch.setattr(LoadingProducts, "rewrite", rewrite)
     monkeypatch.setenv(VARIABLE, PATHS[0])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from support.native_products import KERNELS, PATHS, Product, kernels_of, open_native_session, requires_kernels
 from support.small_graphs import model_of
+from support.stored_records import records_of
 
 from tformer_runtime.backend.native_kernels import PRODUCTS_ALONE
 from tformer_runtime.format.onnx_graph import parse_model
@@ -122,7 +123,9 @@ def operators(model: bytes) -> list[str]:
 
 def rewritten(model: bytes) -> list[str]:
     """Return the operators of a model whose products, activations, gates and norms are replaced."""
-    return operators(replace_products(model, Path(), lambda p, f: 1, lambda p, f: 1, PATH).model)
+    return operators(
+        replace_products(model, Path(), lambda p, f: 1, lambda p, f: 1, PATH, stored=records_of(model)).model
+    )
 
 
 def run(model: bytes, path: str, threads: int = 1, **feeds: np.ndarray) -> list[np.ndarray]:

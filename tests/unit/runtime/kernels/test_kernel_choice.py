@@ -15,7 +15,7 @@ from tformer_runtime.backend import native_kernels
 from tformer_runtime.backend.native_kernels import BITS_OF_PATH, VARIABLE, NativeKernels, reason_without_kernels
 from tformer_runtime.cli.main import main
 from tformer_runtime.engine.engine import Engine
-from tformer_runtime.format.manifest import Manifest
+from tformer_runtime.format.manifest import VERSION_WITHOUT_PRODUCTS, Manifest
 
 MANIFEST = Manifest("text-generation", 8, None, None)
 UNKNOWN = ["bogus", "1", "none", "off", "avx512vnni,avx2", "0,products", "avx2,bogus", "AVX2", " "]
@@ -107,3 +107,16 @@ def test_reason_says_which_bits_were_not_measured(monkeypatch):
         "not measured to be faster for weights of 8 bits on this processor (avxvnni)"
     )
     assert reason_without_kernels(replace(MANIFEST, quantization="int4")) == "the file has no product that they compute"
+
+
+def test_reason_names_a_file_without_records(monkeypatch):
+    kernels = NativeKernels.__new__(NativeKernels)
+    kernels.bits, kernels.path = (8,), "avx2"
+    monkeypatch.setattr(native_kernels, "_find_kernels", lambda *_: kernels)
+    monkeypatch.setattr(native_kernels, "find_native_kernels", lambda *_: kernels)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    old = replace(MANIFEST, quantization="int8", version=VERSION_WITHOUT_PRODUCTS)
+    assert native_kernels.kernels_for(old) is None
+    assert reason_without_kernels(old) == (
+        "an earlier tformer wrote the file, without records of its products: export the model again"
+    )

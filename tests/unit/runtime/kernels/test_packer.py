@@ -23,10 +23,12 @@ from support.native_products import (
     run,
 )
 from support.small_graphs import model_of
+from support.stored_records import records_of, with_records
 
 from tformer_export.quantize import quantize_weights
 from tformer_runtime.backend.native_kernels import LoadingProducts, NativeKernels, Packer
 from tformer_runtime.format.onnx_graph import Tensor
+from tformer_runtime.format.stored_forms import INT8_COLUMNS, MatrixSpec
 from tformer_runtime.format.weight_files import WeightFiles
 from tformer_runtime.rewriting.float_product import FloatProduct
 from tformer_runtime.rewriting.quantized_product import QuantizedProduct, RowScaling
@@ -136,7 +138,7 @@ def two_products(refused: int) -> bytes:
     ]
     float_model = ir.from_proto(model_of(nodes, {"x": ["rows", 1, INNER]}, {"y": ["rows", 1, INNER]}, weights))
     quantize_weights(float_model, 8, "throughput", "x", on_cpu=True)
-    model: onnx.ModelProto = ir.to_proto(float_model)
+    model: onnx.ModelProto = ir.to_proto(with_records(float_model))
     large = [each for each in model.graph.initializer if each.data_type == onnx.TensorProto.INT8][refused]
     name = large.name
     large.CopyFrom(numpy_helper.from_array(np.full((INNER, INNER), 100, np.int8), name))
@@ -146,8 +148,9 @@ def two_products(refused: int) -> bytes:
 
 @requires_avx2
 def test_product_that_is_refused_at_last_is_left_to_onnxruntime():
+    model = two_products(refused=1)
     with LoadingProducts(kernels_of("avx2"), 2) as loading:
-        rewritten = loading.rewrite(two_products(refused=1), Path())
+        rewritten = loading.rewrite(model, Path(), stored=records_of(model))
         assert loading.count == 1
         assert loading.weight_bytes == INNER * INNER
         operators = [node.op_type for node in onnx.load_from_string(rewritten).graph.node]
@@ -190,7 +193,7 @@ def test_sources_are_kept_before_the_kernels_read_them(bits):
     with kernels.packer(1) as packer, WeightFiles(Path()) as files:
         recording = Recording(packer.pointer, packer.wait)
         if bits == 8:
-            stored = StoredWeights(tensor, INNER, WIDTH)
+            stored = StoredWeights(MatrixSpec(INT8_COLUMNS, INNER, WIDTH, 32, tensor.name), tensor)
             scaling = RowScaling(True, 0.0, 1 / 127, 128)
             product = QuantizedProduct("x", "y", scaling, False, stored, np.ones(WIDTH, np.float32), None, None)
             handle = kernels.pack(product, files, recording)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from support.small_graphs import model_of
+from support.stored_records import records_of, with_records
 
 from tformer_export import Quantization, export
 from tformer_export.common.onnx_writer import write
@@ -26,11 +27,13 @@ from tformer_runtime.base.errors import ModelFileError
 from tformer_runtime.engine.engine import Engine
 from tformer_runtime.format.model_file import read_mapped_model
 from tformer_runtime.format.onnx_wire import bytes_field
+from tformer_runtime.format.stored_forms import ProductSpec, StoredProducts
 from tformer_runtime.rewriting import derived_weights
 from tformer_runtime.rewriting.derived_weights import with_derived_weights
 from tformer_runtime.rewriting.product_rewrite import replace_products
 
 VOCABULARY = 200
+NUMBERS = "form.int32.1.a2f0fa99"  # 0 … 15, from which the table of 4 bits is made
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +64,7 @@ def small_model(inner: int) -> onnx.ModelProto:
 def quantised_file(folder: Path, inner: int, bits: int, goal: str) -> Path:
     model = ir.from_proto(small_model(inner))
     quantize_weights(model, bits, goal, "ids", on_cpu=True)
-    write(model, folder / "model.onnx")
+    write(with_records(model), folder / "model.onnx")
     return folder / "model.onnx"
 
 
@@ -69,7 +72,7 @@ def quantised_file(folder: Path, inner: int, bits: int, goal: str) -> Path:
 def opened(path: Path):
     """Yield the rewritten model, with the values of its references, and the folder of the references."""
     model, folder = read_mapped_model(path)
-    with with_derived_weights(model, folder, 2) as (rewritten, root):
+    with with_derived_weights(model, folder, 2, records_of(model)) as (rewritten, root):
         yield onnx.load_from_string(rewritten), root
 
 
@@ -136,7 +139,7 @@ def test_an_exported_file_gives_the_same_bits(bits, goal, tmp_path, monkeypatch)
     actual = logits(path)
 
     @contextmanager
-    def unchanged(model, folder, threads):
+    def unchanged(model, folder, threads, products):
         yield model, folder
 
     monkeypatch.setattr(session_module, "with_derived_weights", unchanged)
@@ -153,7 +156,7 @@ def test_without_a_place_for_the_scratch_file_onnxruntime_derives(tmp_path, monk
     path = quantised_file(tmp_path, 100, 4, "throughput")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     model, folder = read_mapped_model(path)
-    with with_derived_weights(model, folder, 2) as result:
+    with with_derived_weights(model, folder, 2, records_of(model)) as result:
         assert result == (model, folder)
 
 
@@ -195,7 +198,7 @@ def _initializer(graph, ending):
 
 
 def _other_table(graph):
-    numbers = _initializer(graph, "unpack.numbers")
+    numbers = _initializer(graph, NUMBERS)
     numbers.CopyFrom(numpy_helper.from_array(np.arange(1, 17, dtype=np.int32), numbers.name))
 
 
@@ -221,25 +224,18 @@ def _no_number(graph):
 
 
 def _divided_by_zero(graph):
-    two = _initializer(graph, "unpack.two")
+    two = _initializer(graph, "form.int32.0.2")
     two.CopyFrom(numpy_helper.from_array(np.int32(0), two.name))
 
 
 def _multiplied_often(graph):
     """A chain of products that each read their operand many times."""
-    name = _initializer(graph, "unpack.numbers").name
+    name = _initializer(graph, NUMBERS).name
     for i in range(16):
         graph.node.insert(i, helper.make_node("Mul", [name] * 40, [f"chain{i}"]))
         name = f"chain{i}"
-    next(n for n in graph.node if n.op_type == "Gather" and n.input[0].endswith("unpack.pairs")).input[0] = name
-
-
-def _transposes_often(graph):
-    """Many derived weights of one stored weight, which would fill a disk."""
-    table = _initializer(graph, ".int8").name
-    for i in range(60):
-        graph.node.insert(0, helper.make_node("Transpose", [table], [f"copy{i}"], perm=[1, 0]))
-        graph.node.append(helper.make_node("MatMulInteger", ["x", f"copy{i}"], [f"product{i}"]))
+    pairs = {n.output[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == TensorProto.INT8}
+    next(n for n in graph.node if n.op_type == "Gather" and n.input[0] in pairs).input[0] = name
 
 
 def _hidden_branch(graph):
@@ -248,14 +244,31 @@ def _hidden_branch(graph):
 
 CHANGES = [
     *(_outside, _attribute_outside, _too_long, _no_number),
-    *(_transposes_often, _hidden_branch),
+    _hidden_branch,
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_damaged_or_hostile_model_is_left_to_onnxruntime(change, tmp_path):
     model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), change)
-    with with_derived_weights(model, folder, 2) as result:
+    with with_derived_weights(model, folder, 2, records_of(model)) as result:
+        assert result == (model, folder)
+
+
+def test_a_disk_is_not_filled_with_many_forms_of_one_weight(tmp_path):
+    path = quantised_file(tmp_path, 100, 4, "throughput")
+    stored = records_of(path.read_bytes())
+    table = next(i for i, matrix in enumerate(stored.matrices) if matrix.weights.endswith(".int8"))
+    name = stored.matrices[table].weights
+    products = {f"product{i}": ProductSpec(table, "x", "y", "scale") for i in range(60)}
+
+    def transpose_often(graph):
+        for i in range(60):
+            graph.node.insert(0, helper.make_node("Transpose", [name], [f"copy{i}"], perm=[1, 0]))
+            graph.node.append(helper.make_node("MatMulInteger", ["x", f"copy{i}"], [f"product{i}"]))
+
+    model, folder = altered(path, transpose_often)
+    with with_derived_weights(model, folder, 2, StoredProducts(stored.matrices, products)) as result:
         assert result == (model, folder)
 
 
@@ -264,9 +277,8 @@ def test_a_damaged_or_hostile_model_is_left_to_onnxruntime(change, tmp_path):
 )
 def test_other_numbers_in_the_table_are_left_to_onnxruntime(change, tmp_path):
     model, folder = altered(quantised_file(tmp_path, 100, 4, "throughput"), change)
-    with with_derived_weights(model, folder, 2) as (rewritten, _):
-        names = {name for node in onnx.load_from_string(rewritten).graph.node for name in node.output}
-        assert any(name.endswith(".pairs") for name in names)
+    with with_derived_weights(model, folder, 2, records_of(model)) as (rewritten, _):
+        assert any(node.op_type == "Unsqueeze" for node in onnx.load_from_string(rewritten).graph.node)
 
 
 def test_a_location_that_protobuf_reads_otherwise_is_seen(tmp_path):
@@ -278,7 +290,7 @@ def test_a_location_that_protobuf_reads_otherwise_is_seen(tmp_path):
         encoded = tensor.SerializeToString() + b"".join(bytes_field(13, entry) for entry in entries)
         output = helper.make_tensor_value_info("stolen", TensorProto.FLOAT, [4]).SerializeToString()
         hostile = model + bytes_field(7, bytes_field(5, encoded) + bytes_field(12, output))
-        with with_derived_weights(hostile, folder, 2) as result:
+        with with_derived_weights(hostile, folder, 2, records_of(model)) as result:
             assert result == (hostile, folder)
 
 

@@ -205,6 +205,12 @@ def test_manifest_round_trip_keeps_task_fields(files):
         m.Manifest.from_json(json.dumps({**data, "version": 99}))
     with pytest.raises(ModelFileError, match=r"an earlier tformer .* version 2, .*: export the model again"):
         m.Manifest.from_json(json.dumps({**data, "version": 2}))
+    del data["stored_products"]
+    old = m.Manifest.from_json(json.dumps({**data, "version": m.VERSION_WITHOUT_PRODUCTS}))
+    assert old == replace(manifest, version=m.VERSION_WITHOUT_PRODUCTS)
+    with pytest.raises(ModelFileError, match=r"missing field `stored_products`"):
+        m.Manifest.from_json(json.dumps(data))
+    data["stored_products"] = {"matrices": [], "products": {}}
     del data["output_meaning"]
     with pytest.raises(ModelFileError, match=r"missing field `output_meaning`.*: export the model again"):
         m.Manifest.from_json(json.dumps(data))
