@@ -1,6 +1,7 @@
 /** Products of weights as the exporter stores them, on each device. In WebAssembly they are rewritten. */
 
 import { describe, expect, test } from "vitest";
+import type { StoredProducts } from "../../src/format/manifest.js";
 import { withMappedWeights } from "../../src/format/modelFile.js";
 import { parseModel, type Graph } from "../../src/format/onnxGraph.js";
 import { withIntegerProducts } from "../../src/format/productRewrite.js";
@@ -65,4 +66,25 @@ test("a product whose file is not there stays as it is", () => {
   const { model, files } = withIntegerProducts(mapped, () => undefined, recordsOf(bytes));
   expect(model).toBe(mapped);
   expect(files.size).toBe(0);
+});
+
+test.each([
+  ["sizes", { inner: 97 }, {}],
+  ["blocks", { block: 64 }, {}],
+  ["a form", { form: "int8_blocks" }, {}],
+  ["weights", { weights: "missing" }, {}],
+  ["codes", { codes: null }, {}],
+  ["scales", {}, { scale: "missing" }],
+] as const)("products with wrong %s in their records stay as they are", (_, matrixChange, productChange) => {
+  const packed = golden.cases.find(({ form, bits }) => form === "floats" && bits === 4)!;
+  const bytes = golden.array(packed.file);
+  const { matrices, products } = recordsOf(bytes);
+  const stored = {
+    matrices: matrices.map((matrix) => ({ ...matrix, ...matrixChange })),
+    products: new Map([...products].map(([name, product]) => [name, { ...product, ...productChange }])),
+  } as StoredProducts;
+  const mapped = withMappedWeights(bytes, "model.onnx");
+  const read = (name: string) => (name === "model.onnx" ? bytes : undefined);
+  expect(withIntegerProducts(mapped, read, recordsOf(bytes)).files.size).toBe(2);
+  expect(withIntegerProducts(mapped, read, stored).model).toBe(mapped);
 });
