@@ -11,7 +11,6 @@ A `State` belongs to one call and one thread. Any number of threads may share an
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -230,25 +229,29 @@ class Engine:
             tokens, at the cost of a copy.
         """
         budget = budget or MemoryBudget().new_share()
-        with contextlib.ExitStack() as undo:  # the traceback of an error would keep the buffers alive
+        acquired: list[Candidates | EncoderContext | KVCache] = []
+        try:
             shortlisted = self._candidates(candidates, budget)
             if shortlisted is not None:
-                undo.callback(shortlisted.release)
+                acquired.append(shortlisted)
             encoded = self._encode_requests(requests or {}, rows, extras, joins, shortlisted)
             context = self._new_context(encoded, rows, budget, joins)
-            undo.callback(context.release)
+            acquired.append(context)
             step_extras = self._decode_extras(extras)
             is_plain = shortlisted is None and encoded.adapters is None and not step_extras
             spare = self._spares.take(rows, max_tokens, budget) if is_plain and max_tokens is not None else None
             cache = spare.cache if spare is not None else self._new_cache(rows, budget, max_tokens)
-            undo.callback(cache.release)
+            acquired.append(cache)
             lengths = None if spare is None else spare.lengths
             state = State(context, cache, rows, encoded.extras, step_extras, shortlisted, encoded.adapters, lengths)
             if spare is not None:
                 spare.call.bind_context(self._static_inputs.context, context.values)
                 state.call = state.calls[1, "last"] = spare.call
-            undo.pop_all()
-        return state
+            return state
+        except BaseException:  # whose traceback would keep the buffers alive
+            for buffers in acquired:
+                buffers.release()
+            raise
 
     def _encode_requests(
         self,
