@@ -54,7 +54,7 @@ def _write(model: Path, output: Path | None, force: bool, seed: int) -> None:
     from tformer_runtime.base.special_files import check_output_name
 
     if not model.is_file():
-        raise ModelFileError(f"{model} {'is no file' if model.exists() else 'does not exist'}: give a model file")
+        raise ModelFileError(f"{model} {'is not a file' if model.exists() else 'does not exist'}: give a model file")
     output = output or model.with_suffix(".golden.json")
     check_output_name(output)
     weights = model.with_name(f"{model.name}.data")

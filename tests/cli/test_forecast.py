@@ -156,7 +156,7 @@ def test_invalid_options_and_files_are_refused(path, history):
     assert failed(run(path, history, "--json", "--output-file", "one.npy")).startswith(
         "one.npy is written as one array"
     )
-    assert "is no name of a file: give that of a history" in failed(run(path, "a\0b.csv"))
+    assert "is not a name of a file: give that of a history" in failed(run(path, "a\0b.csv"))
     assert failed(run(path, "nowhere.csv")) == "input 1: nowhere.csv cannot be read: No such file or directory"
 
 

@@ -183,7 +183,7 @@ def test_replica_whose_model_has_ended_is_unhealthy(models):
         ({"files": []}, ValidationError, "files"),
         ({"files": ["a.onnx"], "treads": 2}, ValidationError, "treads"),
         ({"files": ["a.onnx"], "timeout": 0}, ValidationError, "timeout"),
-        ({"files": ["?=a.onnx"]}, OptionError, "no name for a model"),
+        ({"files": ["?=a.onnx"]}, OptionError, "not a name for a model"),
         ({"files": ["a.onnx"], "max_body": "much"}, OptionError, "max_body must be a number of bytes"),
         ({"files": ["a.onnx"], "api_key_file": "/none/keys"}, OptionError, "/none/keys"),
     ],

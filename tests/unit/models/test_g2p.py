@@ -175,7 +175,7 @@ def test_greedy_decoding_ends_each_row_separately():
 
 
 def test_committed_model_pronounces_held_out_words():
-    path = Path(g2p.__file__).parents[1] / "g2p" / "model.pt"
+    path = Path(g2p.__file__).parents[2] / "models" / "g2p" / "model.pt"
     words = list(g2p.load_split("test"))[::60]
     predictions = g2p.predict(path, ["hello", *words])
     assert tuple(predictions[0]) in g2p.load_lexicon()["hello"]

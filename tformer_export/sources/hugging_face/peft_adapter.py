@@ -107,7 +107,7 @@ class PeftAdapter:
             folder = download(name, revision if isinstance(revision, str) else None)
         if folder is None:
             raise self.error(
-                f"names the base model {name}, which is not a Hugging Face folder and no hub id: set "
+                f"names the base model {name}, which is neither a Hugging Face folder nor a hub id: set "
                 f"base_model_name_or_path in its {CONFIG} to its folder or hub id"
             )
         if is_adapter_folder(folder):

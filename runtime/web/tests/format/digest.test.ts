@@ -99,7 +99,7 @@ test("the second file of weights has a name without folders", () => {
   const named = (name: string) => weightsFileOf(new Map([["tformer.weights_sha256_chunks", `0a${name}`]]));
   expect(named(" my model.onnx.data")).toEqual({ digest: "0a", name: "my model.onnx.data" });
   for (const name of ["", " ", " a/b", " ..", " a\\b"]) {
-    expect(() => named(name), name).toThrow("is no name of a file with weights");
+    expect(() => named(name), name).toThrow("is not a name of a file with weights");
   }
   expect(weightsFileOf(readMetadata(g2p))).toBeUndefined();
 });

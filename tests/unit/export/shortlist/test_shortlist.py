@@ -417,9 +417,9 @@ def test_damaged_table_is_refused():
         ([1, 5], [0, 3, 3], [3, 4], "do not follow each other"),
         ([1, 5], [2, 0, 2], [3, 4], "do not follow each other"),
         ([1, 5], [], [3, 4], "do not follow each other"),
-        ([1.0, 5.0], [0, 2, 2], [3, 4], "no lists of ids"),
-        ([[1], [5]], [0, 2, 2], [3, 4], "no lists of ids"),
-        ([1, 5], [0, 2, 2], [[3, 4]], "no lists of ids"),
+        ([1.0, 5.0], [0, 2, 2], [3, 4], "not lists of ids"),
+        ([[1], [5]], [0, 2, 2], [3, 4], "not lists of ids"),
+        ([1, 5], [0, 2, 2], [[3, 4]], "not lists of ids"),
     ],
 )
 def test_impossible_tables_are_refused(common, starts, ids, message):

@@ -136,7 +136,7 @@ def change(adapter, **settings):
     ("settings", "message"),
     [
         ({"base_model_name_or_path": None}, "names no base model"),
-        ({"base_model_name_or_path": "no such/folder here"}, "no Hugging Face folder and no hub id"),
+        ({"base_model_name_or_path": "no such/folder here"}, "neither a Hugging Face folder nor a hub id"),
         ({"peft_type": "PREFIX_TUNING"}, "PREFIX_TUNING, which changes no weights and cannot be merged"),
         ({"peft_type": "NO_SUCH_KIND"}, "which PEFT does not know"),
         ({"megatron_config": {"a": 1}, "megatron_core": "antigravity"}, "sets megatron_config, with which PEFT"),

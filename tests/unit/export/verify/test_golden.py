@@ -475,8 +475,8 @@ def test_missing_outputs_are_a_difference(files):
     ("text", "message"),
     [
         ('{"format": "tformer-golden", "version": 2, "tolerance": 0.001}', "is damaged"),
-        ("{", "is no golden file"),
-        ("[]", "is no golden file"),
+        ("{", "is not a golden file"),
+        ("[]", "is not a golden file"),
         ('{"format": "tformer-golden", "version": 99}', "is of version 99"),
         ('{"format": "tformer-golden", "version": 2}', "is damaged"),
         ('{"format": "tformer-golden", "version": 2, "tolerance": 1, "decode": [{}]}', "is damaged"),

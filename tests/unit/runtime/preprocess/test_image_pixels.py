@@ -109,7 +109,7 @@ def test_generating_model_reads_images(tmp_path):
 def test_named_pipes_and_devices_are_no_images(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", "/dev/zero"):
-        with pytest.raises(InputError, match="is no regular file but a pipe or a device"):
+        with pytest.raises(InputError, match="is not a regular file but a pipe or a device"):
             ImagePreprocessor().pixels(path)
 
 
