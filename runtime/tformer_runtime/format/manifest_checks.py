@@ -124,8 +124,8 @@ def _check_encode(encode: EncodeStage) -> None:
             raise _ContradictionError(f"the least length of {axis!r} is of no axis of an input")
     for axis, others in encode.no_longer_than.items():
         if not axes.issuperset((axis, *others)):
-            names = ", ".join(others)
-            raise _ContradictionError(f"{axis!r} is no longer than {names}, and one is not an axis of an input")
+            listed = ", ".join(others)
+            raise _ContradictionError(f"{axis!r} is no longer than {listed}, and one is not an axis of an input")
     for axis, length in encode.derived_lengths.items():
         if length.of not in axes:
             raise _ContradictionError(
