@@ -23,10 +23,10 @@ const DIST = resolve(folder);
 const copies = new Map(models.map((path) => [`models/${basename(path)}`, path])); // name in the folder → file
 const twice = models.find((path) => copies.get(`models/${basename(path)}`) !== path);
 if (twice) refuse(`${twice} and ${copies.get(`models/${basename(twice)}`)} have the same name`);
-if (existsSync(DIST) && !statSync(DIST).isDirectory()) refuse(`${DIST} is no folder`);
+if (existsSync(DIST) && !statSync(DIST).isDirectory()) refuse(`${DIST} is not a folder`);
 for (const [name, path] of copies) {
   if (!existsSync(path)) refuse(`${path} does not exist`);
-  if (!statSync(path).isFile()) refuse(`${path} is no file`);
+  if (!statSync(path).isFile()) refuse(`${path} is not a file`);
   if (!BUILT.test(name)) refuse(`${path} has a name with other characters than letters, digits, "_", "-" and "."`);
 }
 
