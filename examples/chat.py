@@ -38,4 +38,4 @@ def chat(
 if __name__ == "__main__":
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    chat(sys.argv[1], sys.argv[2:], Path("chat.onnx"))
+    chat(sys.argv[1], sys.argv[2:], Path(f"chat-{Path(sys.argv[1]).name}.onnx"))

@@ -27,5 +27,6 @@ def classify(model: str, texts: Path, file: Path) -> list[Classification]:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    for result in classify(sys.argv[1], Path(sys.argv[2]), Path("classify.onnx")):
+    texts = Path(sys.argv[2])
+    for result in classify(sys.argv[1], texts, Path(f"classify-{Path(sys.argv[1]).name}-{texts.stem}.onnx")):
         print(f"{result.label}\t{result.score:.3f}")

@@ -29,5 +29,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
     lines = Path(sys.argv[2]).read_text(encoding="utf-8").splitlines()
-    for cosine, line in search(sys.argv[1], lines, sys.argv[3], Path("search.onnx")):
+    for cosine, line in search(sys.argv[1], lines, sys.argv[3], Path(f"search-{Path(sys.argv[1]).name}.onnx")):
         print(f"{cosine:.3f}  {line}")

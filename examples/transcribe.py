@@ -24,5 +24,6 @@ def transcribe(model: str, recording: Path, file: Path, quantization: str = "int
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    for segment in transcribe(sys.argv[1], Path(sys.argv[2]), Path("transcribe.onnx")).segments:
+    file = Path(f"transcribe-{Path(sys.argv[1]).name}.onnx")
+    for segment in transcribe(sys.argv[1], Path(sys.argv[2]), file).segments:
         print(f"{segment.start:7.2f} {segment.end:7.2f}  {segment.text}")

@@ -221,8 +221,8 @@ def _source(
     elif example is None:
         raise SourceError("give an example of the model's inputs: example={name of forward's parameter: tensor}")
     else:
-        axes = {**_image_axes(preprocessor, example, step_input), **(call["axes"] or {})} or None
-        source, unread = from_module(model, example, step_input, series=series, **{**call, "axes": axes}), []
+        images = _image_inputs(preprocessor, example, step_input)
+        source, unread = from_module(model, example, step_input, series=series, images=images, **call), []
     if image_size is not None:
         raise OptionError("image_size is for a transformers model in memory: give that of a folder to load_source")
     if unread:
@@ -230,11 +230,11 @@ def _source(
     return source, tokenizer
 
 
-def _image_axes(preprocessor: Any, example: Mapping[str, Any], step_input: str | None) -> dict[str, tuple[int]]:
-    """Return the free axes of the inputs that a preprocessor makes: the batch, because all images get one size."""
+def _image_inputs(preprocessor: Any, example: Mapping[str, Any], step_input: str | None) -> list[str]:
+    """Return the names of the inputs that a preprocessor makes: those that it names, or the only one."""
     if preprocessor is None or not isinstance(example, Mapping):
-        return {}
+        return []
     if isinstance(preprocessor, Mapping):
-        return {name: (0,) for name in preprocessor if name in example}
+        return [*preprocessor]
     names = [name for name in example if name != step_input]
-    return {names[0]: (0,)} if len(names) == 1 else {}
+    return names if len(names) == 1 else []

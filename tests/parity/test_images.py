@@ -329,6 +329,23 @@ def test_module_for_any_size_gets_images_of_one_size(by_name, image_files, tmp_p
     np.testing.assert_allclose(list(actual.scores.values()), expected, atol=1e-5)
 
 
+def test_module_for_one_image_gets_images_of_one_size(image_files, tmp_path):
+    class OneImage(Convolved):
+        def forward(self, pixels):
+            return super().forward(pixels[None])[0]
+
+    torch.manual_seed(6)
+    module, path = OneImage().eval(), tmp_path / "own.onnx"
+    prepare = {"pixels": image(size=(24, 32), mean=[0.5] * 3, std=[0.5] * 3)}
+    task, example = Task("image-classification", labels=["a", "b"]), {"pixels": torch.randn(3, 24, 32)}
+    export(module, path, example, preprocessor=prepare, axes={"pixels": (None,)}, task=task)
+    pixels = np.random.default_rng(0).standard_normal((2, 3, 24, 32)).astype(np.float32)
+    for result, sample in zip(Model.load(path, "cpu").classify([*pixels]), pixels, strict=True):
+        with torch.no_grad():
+            expected = module(torch.from_numpy(sample)).softmax(-1)
+        np.testing.assert_allclose(list(result.scores.values()), expected, atol=1e-5)
+
+
 def test_images_are_read_one_batch_at_a_time(custom, image_files):
     _, path, _ = custom
     requested = []

@@ -111,7 +111,8 @@ class GenerationJob(Job):
         self.max_memory = bytes_of(flag_values["max_memory"]) if flag_values.get("max_memory") is not None else None
         self.heat_maps = HeatMapWriter(Path(heat_map), options.force) if heat_map not in (None, "-") else None
         self.can_resume = self.heat_maps is None
-        names = {name: flag.flag for flags in GROUPS.values() for name, flag in flags.items()}
+        flags = {name: flag.flag for group in GROUPS.values() for name, flag in group.items()}
+        names = {name: flag for name, flag in flags.items() if not flag.startswith("--no-")}  # values are the options'
         draft_file = {"--draft-model": file_fingerprint(self.draft)} if self.draft and options.output_file else {}
         self.result_options = {
             **{names.get(name, f"--{name}"): value for name, value in self.options.to_dict().items()},

@@ -32,6 +32,7 @@ from tformer_runtime.format.manifest import (
     Manifest,
     TensorSpec,
 )
+from tformer_runtime.format.stored_forms import INT4_BLOCKS
 
 GraphTensors = Mapping[str, tuple[str, tuple[int | None, ...]]]  # name → dtype, and shape with None for free axes
 CONTROLS = {
@@ -66,6 +67,9 @@ def check_manifest(manifest: Manifest) -> None:
                 if name not in inputs:
                     raise _ContradictionError(f"{kind} is of {name!r}, which is not an input")
         _check_unique("adapters", manifest.adapters)
+        for matrix in manifest.stored_products.matrices:
+            if matrix.form == INT4_BLOCKS and matrix.block % 2:
+                raise _ContradictionError(f"{matrix.weights!r} has two weights in a byte, and blocks of {matrix.block}")
         for name, product in manifest.stored_products.products.items():
             if product.matrix >= len(manifest.stored_products.matrices):
                 raise _ContradictionError(f"the matrix {product.matrix} of the product {name!r} does not exist")

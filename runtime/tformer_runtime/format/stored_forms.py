@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, NamedTuple, Union
 
 import msgspec
@@ -229,7 +229,7 @@ def zero_points_of(matrix: MatrixSpec) -> Expression:
     return operator("Cast", operator("ReduceSum", placed, sizes(-1), keepdims=0), to=DATA_TYPE_UINT8)
 
 
-@cache
+@lru_cache(maxsize=1024)  # a file has a few kinds of products; files of strangers may have many
 def product_of(scaling: RowScaling, inner: int, to_float: bool, has_bias: bool) -> Operator:
     """Return an integer product of `source` and `columns`, with `scale` and `bias`.
 
@@ -302,7 +302,7 @@ def shown(expression: Expression) -> str:
     if isinstance(expression, str):
         return expression
     if isinstance(expression, Constant):
-        return " ".join(map(str, expression.values))
+        return f"{'×'.join(map(str, expression.shape))}: {' '.join(map(str, expression.values))}"
     attributes = "".join(
         f" {name}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in sorted(expression.attributes.items())

@@ -69,6 +69,8 @@ def find_product(graph: Graph, node: Node, stored: StoredProducts, comparison: C
     zero, fixed_scale = spec.scaling.zero, spec.scaling.fixed_scale
     if fixed_scale and spec.scaling != RowScaling(False, 0.0, 0.0, zero, fixed_scale=fixed_scale):
         return None
+    if spec.scaling.magnitude and spec.scaling.floor:  # kernels have a floor for maxima of x alone
+        return None
     weights = comparison.find_columns(graph, node.inputs[1], stored.matrices[spec.matrix])
     constants = _constants(graph, spec)
     if weights is None or constants is None:

@@ -67,7 +67,7 @@ class Comparison:
         graph: reads the value.
         values: name in the expression → constant, or name in the graph or around it.
         """
-        return self._equals(graph, name, expression, values, self._pairs.copy())
+        return self._equals(graph, name, expression, values, set())
 
     def _equals(
         self,
@@ -88,7 +88,7 @@ class Comparison:
             return False
         node, home = found
         key = id(home), name, id(expression)
-        if key in known:
+        if key in known or key in self._pairs:
             return True
         if (
             node.op_type != expression.op_type
@@ -102,9 +102,7 @@ class Comparison:
         pairs = zip(node.inputs, expression.inputs, strict=True)
         if not all(self._equals(home, each, above, values, known) for each, above in pairs):
             return False
-        known.add(key)
-        if expression is PAIRS:
-            self._pairs.add(key)
+        (self._pairs if expression is PAIRS else known).add(key)
         return True
 
     def _has_numbers(self, tensor: Tensor | None, expected: Constant) -> bool:

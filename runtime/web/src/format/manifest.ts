@@ -40,7 +40,7 @@ import {
   mapping,
   name,
   nullable,
-  number,
+  notNegative,
   object,
   oneOf,
   readTyped,
@@ -153,11 +153,11 @@ const matrixSpec = object({
 });
 const rowScaling = object({
   magnitude: boolean,
-  floor: number,
-  step: number,
+  floor: notNegative,
+  step: notNegative,
   zero: integer(0, 255),
   reciprocal: boolean,
-  fixedScale: number,
+  fixedScale: notNegative,
   mayBeEmpty: boolean,
 });
 const productSpec = object({

@@ -72,6 +72,11 @@ export function checkManifest(manifest: Manifest): void {
   }
   checkUnique("adapters", manifest.adapters);
   const { matrices, products } = manifest.storedProducts;
+  for (const { form, block, weights } of matrices) {
+    if (form === "int4_blocks" && block % 2) {
+      throw contradiction(`'${weights}' has two weights in a byte, and blocks of ${block}`);
+    }
+  }
   for (const [name, { matrix }] of products) {
     if (matrix >= matrices.length) {
       throw contradiction(`the matrix ${matrix} of the product '${name}' does not exist`);

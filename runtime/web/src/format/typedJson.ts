@@ -47,6 +47,11 @@ export const number: Reader<number> = (value, place) => {
   return value;
 };
 
+export const notNegative: Reader<number> = (value, place) => {
+  if (number(value, place) < 0) throw mismatch("a number of 0 or more", place);
+  return value as number;
+};
+
 /** Return a reader of whole numbers within bounds. */
 export function integer(minimum: number, maximum = MAX_INT): Reader<number> {
   return (value, place) => {

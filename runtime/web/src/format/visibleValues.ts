@@ -3,7 +3,7 @@
 import { sizeOf, type Dtype } from "../base/arrays.js";
 import type { Graph, Node } from "./onnxGraph.js";
 import { attributesOf, weightOf, type FileReader, type StoredTensor } from "./onnxGraphEdit.js";
-import type { Expression, Operator } from "./storedForms.js";
+import { flatten, isNumbers, shapeOf, type Expression, type Numbers, type Operator } from "./storedForms.js";
 
 const MAX_NUMBERS = 1024; // of a constant of an expression
 
@@ -40,12 +40,14 @@ export class VisibleValues {
     );
   }
 
-  /** Return the numbers of a small constant; undefined for other values. */
-  private numbers(name: string): readonly number[] | undefined {
+  /** Return whether a value is a small constant of these numbers and of their shape. */
+  private hasNumbers(name: string, expected: Numbers): boolean {
     const tensor = this.weight(name);
-    if (!tensor?.dtype || sizeOf(tensor.shape) > MAX_NUMBERS) return undefined;
+    if (!tensor?.dtype || sizeOf(tensor.shape) > MAX_NUMBERS) return false;
+    if (!areEqual(tensor.shape, shapeOf(expected))) return false;
     const bytes = tensor.read(this.readFile);
-    return bytes && numbersOf(bytes, tensor.dtype);
+    const found = bytes && numbersOf(bytes, tensor.dtype);
+    return found !== undefined && areEqual(found, flatten(expected));
   }
 
   /**
@@ -57,10 +59,7 @@ export class VisibleValues {
     if (typeof expression === "string") {
       return expression ? this.weight(name)?.encoded === weights.get(expression)?.encoded : !name;
     }
-    if (!("opType" in expression)) {
-      const found = this.numbers(name);
-      return found !== undefined && areEqual(found, expression);
-    }
+    if (isNumbers(expression)) return this.hasNumbers(name, expression);
     const node = this.producer(name);
     return (
       node !== undefined &&

@@ -2,7 +2,16 @@
 
 import { expect, test } from "vitest";
 import type { MatrixSpec } from "../../src/format/manifest.js";
-import { blockScalesOf, columnsOf, constantsOf, packedOf, zeroPointsOf } from "../../src/format/storedForms.js";
+import {
+  blockScalesOf,
+  columnsOf,
+  constantsOf,
+  flatten,
+  isNumbers,
+  packedOf,
+  shapeOf,
+  zeroPointsOf,
+} from "../../src/format/storedForms.js";
 import type { Expression } from "../../src/format/storedForms.js";
 import { Golden } from "../golden/golden.js";
 
@@ -17,7 +26,7 @@ const golden = new Golden<Case>("stored_forms.py");
 /** Return an expression as a text, as `shown` of Python does. */
 function shown(expression: Expression): string {
   if (typeof expression === "string") return expression;
-  if (!("opType" in expression)) return expression.join(" ");
+  if (isNumbers(expression)) return `${shapeOf(expression).join("×")}: ${flatten(expression).join(" ")}`;
   const { opType, inputs, attributes } = expression;
   const names = Object.keys(attributes).sort();
   return `${opType}${names.map((name) => ` ${name}=${attributes[name]}`).join("")}(${inputs.map(shown).join(", ")})`;

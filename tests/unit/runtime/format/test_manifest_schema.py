@@ -22,6 +22,15 @@ VALUES = [
     "slot", "ids", "int64", "float32", "bool", "\0", "a" * 5000, [], {}, [[]], [1], ["x"], {"x": 1}, [None],
 ]  # fmt: skip
 CASES = 200
+ODD_BLOCKS = {
+    "form": "int4_blocks",
+    "inner": 40,
+    "columns": 8,
+    "block": 33,
+    "weights": "w",
+    "codes": "c",
+    "lower": None,
+}
 PRODUCT = {"matrix": 0, "source": "x", "result": "y", "scale": "s", "bias": None, "scaling": None}
 
 
@@ -108,6 +117,7 @@ def test_changed_manifests_are_refused_or_work(kind, tmp_path):
         (("encode", "inputs", 1, "of"), "nothing", "'src_mask' belongs to 'nothing'"),
         (("stored_products", "products"), {"y": PRODUCT}, "the matrix 0 of the product 'y' does not exist"),
         (("stored_products", "products"), {"y": {**PRODUCT, "matrix": -1}}, "Expected `int` >= 0"),
+        (("stored_products", "matrices"), [ODD_BLOCKS], "'w' has two weights in a byte, and blocks of 33"),
         (("encode", "inputs", 0, "dtype"), "complex64", "Expected `str` matching regex"),
     ],
 )

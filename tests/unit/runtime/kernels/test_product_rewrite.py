@@ -257,6 +257,22 @@ def test_product_with_a_wrong_record_stays(part, change):
     assert count_of(model, StoredProducts((matrix,), {name: product})) == 0
 
 
+def test_product_whose_magnitudes_have_a_floor_stays():
+    """The kernels have a floor for maxima of x alone."""
+    model = Product(64, 48).model()
+    stored, proto = records_of(model), onnx.load_from_string(model)
+    nodes = proto.graph.node
+    (at,) = [i for i, node in enumerate(nodes) if node.op_type == "ReduceMax"]
+    maximum = nodes[at].output[0]
+    for node in nodes:
+        node.input[:] = ["floored" if name == maximum else name for name in node.input]
+    nodes.insert(at + 1, helper.make_node("Max", [maximum, "floor"], ["floored"]))
+    proto.graph.initializer.append(numpy_helper.from_array(np.float32(0.5), "floor"))
+    ((name, product),) = stored.products.items()
+    floored = structs.replace(product, scaling=structs.replace(product.scaling, floor=0.5))
+    assert count_of(proto.SerializeToString(), StoredProducts(stored.matrices, {name: floored})) == 0
+
+
 def part_at(value, place):
     for key in place:
         value = value[key]
