@@ -41,7 +41,7 @@ def from_module(
     special_tokens: SpecialTokens | None = None,
     max_length: int | None = None,
     series: Mapping[str, Any] | None = None,
-    images: Sequence[str] = (),
+    images: Sequence[str] | None = None,
 ) -> Source:
     """Read a module with an example of its inputs. `tformer_export.export` describes the arguments.
 
@@ -62,7 +62,7 @@ def from_module(
         callable_ = OverRows(callable_, batch_axes_of(tensors, described))
         given_axes = {name: batched_axes(value, given_axes.get(name)) for name, value in tensors.items()}
         tensors = {name: value.unsqueeze(0) for name, value in tensors.items()}
-    given_axes = {**given_axes, **{name: (0,) for name in images if name in tensors and name not in (axes or {})}}
+    given_axes = {**given_axes, **{name: (0,) for name in images or () if name in tensors and name not in (axes or {})}}
     single_axes = _single_axes(tensors.get(step_input or ""), given_axes.get(step_input or "", ()))
     if step_input is not None and single_axes:
         tensors[step_input] = tensors[step_input].squeeze(single_axes)
