@@ -106,7 +106,7 @@ def test_transcription_is_that_of_transformers(tmp_path) -> None:
 
 
 def test_file_of_an_own_module_decodes_as_pytorch(tmp_path, monkeypatch) -> None:
-    trained = []
+    trained, train = [], own_module.train
     monkeypatch.setattr(own_module, "train", lambda steps: trained.append(train(steps)) or trained[-1])
     mirrored = own_module.main(tmp_path / "mirror.onnx", steps=40)  # half trained: right and wrong tokens
     for word, answer in zip(["abc", "hgfe", "dad", "facade"], mirrored, strict=True):
@@ -116,6 +116,3 @@ def test_file_of_an_own_module_decodes_as_pytorch(tmp_path, monkeypatch) -> None
             with torch.no_grad():
                 ids.append(int(trained[0](torch.tensor([ids]))[0, -1].argmax()))
         assert answer == "".join(own_module.TOKENS[i] for i in ids[count:] if i > own_module.END)
-
-
-train = own_module.train

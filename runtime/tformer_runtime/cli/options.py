@@ -28,9 +28,10 @@ def _flag(name: str, spec: GenerationOptionSpec) -> Flag:
     """Return the flag of an option. Options without a metavar are for Python alone and have none."""
     kind = spec.kind
     help = spec.flag_help or re.sub(r"`(\w+)`", lambda option: _flag_name(option[1]), spec.help)
-    help += (" Needs --json." if spec.json_only and not spec.flag_help else "") + (
-        " Repeatable." if kind.repeated else ""
-    )
+    if spec.json_only and not spec.flag_help:
+        help += " Needs --json."
+    if kind.repeated:
+        help += " Repeatable."
     return Flag(_flag_name(name), kind.metavar or "", help, kind.parse, kind.repeated)
 
 

@@ -3,9 +3,10 @@
  *
  * onnxruntime has no kernel of MatMulNBits in WebAssembly: each run unpacks all weights to floats and multiplies those. Its
  * products of bytes, MatMulInteger, are faster with any number of rows. So each MatMulNBits is replaced. Its weights are
- * whole numbers of at most 8 bits times a scale for each column, as its record in the manifest says. Its activations become three rows of bytes: the first are the multiples of
- * 1/127 of the row's largest magnitude, the next two what the rows before leave, in steps that are 254 times as fine. So
- * activations have the precision of float32. A product of bytes that reads three rows takes little longer than with one.
+ * whole numbers of at most 8 bits times a scale for each column, as its record in the manifest says. Its activations become
+ * three rows of bytes: the first are the multiples of 1/127 of the row's largest magnitude, the next two the rest of the rows
+ * before, in steps that are 254 times as fine. So activations have the precision of float32. A product of bytes that reads
+ * three rows takes little longer than with one.
  *
  * The kernel of these products reads the weights row by row. Rows whose length is a multiple of 512 bytes fall into the same
  * places of the processor's caches, and take up to three times as long. So they get 64 more columns, of zeros, where products
